@@ -1,0 +1,1 @@
+"""Translations between the core's decisions and real engines."""

@@ -1,0 +1,55 @@
+"""Version dispatch: ``AsyncLLM`` (and what it returns) for the vLLM that is installed.
+
+Importing this module imports neither vLLM nor torch; the first use of a name does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.core.errors import MissingExtraError, UnsupportedEngineError
+
+if TYPE_CHECKING:
+    from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM as AsyncLLM
+    from kvpolicy.adapters.vllm.v0_28.session import Reply as Reply
+    from kvpolicy.adapters.vllm.v0_28.session import Session as Session
+    from kvpolicy.adapters.vllm.v0_28.session import SessionStats as SessionStats
+
+__all__ = ["AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package"]
+
+# Release (first two numbers) -> the package written and tested for it.
+_ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
+
+_HOME = {"AsyncLLM": "async_llm", "Reply": "session", "Session": "session", "SessionStats": "session"}
+
+
+def adapter_package(version: str | None = None) -> str:
+    """Return the dotted name of the adapter package for a vLLM version (default: the installed one).
+
+    The version is ``vllm.__version__``, never package metadata: the CPU build is published under another name.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        UnsupportedEngineError: no adapter was written for that version.
+    """
+    if version is None:
+        try:
+            version = str(importlib.import_module("vllm").__version__)
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            raise MissingExtraError(extra="vllm", module="vllm") from error
+    release = ".".join(version.split(".")[:2])
+    if release not in _ADAPTERS:
+        known = ", ".join(f"{name}.x" for name in sorted(_ADAPTERS))
+        message = f"vllm.__version__: expected one of {known}, got {version!r}; install a supported vLLM"
+        raise UnsupportedEngineError(message)
+    return _ADAPTERS[release]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(importlib.import_module(f"{adapter_package()}.{_HOME[name]}"), name)

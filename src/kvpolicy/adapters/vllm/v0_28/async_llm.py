@@ -1,0 +1,217 @@
+"""The engine facade: vLLM's own AsyncLLM with bounded sessions. It only translates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from copy import copy
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from vllm.outputs import STREAM_FINISHED
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
+from vllm.v1.executor.abstract import Executor
+
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
+from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor
+from kvpolicy.adapters.vllm.v0_28.session import Session
+from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
+from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, ChunkMarker
+from kvpolicy.core.budget import RetentionBudget
+from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.protocol import StreamingInput
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+DEFAULT_REPLY_TOKENS = 24
+_DEFAULT_RETENTION: Mapping[str, Any] = MappingProxyType({})
+# Arguments of the stock class itself; every other one is an engine argument.
+_CLASS_ARGUMENTS = frozenset(
+    {"usage_context", "mm_registry", "log_requests", "start_engine_loop", "stat_loggers", "aggregate_engine_logging"}
+    | {"client_addresses", "client_count", "client_index"}
+)
+
+
+class AsyncLLM(StockAsyncLLM):
+    """vLLM's asynchronous engine, with ``open_session``.
+
+    Takes every argument of the stock engine (``AsyncEngineArgs`` and ``AsyncLLM``) and ``max_sessions``. Requests that
+    are not sessions behave as on the stock engine.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        max_sessions: int | None = None,
+        vllm_config: VllmConfig | None = None,
+        executor_class: type[Executor] | None = None,
+        log_stats: bool | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Start an engine.
+
+        Args:
+            model: Hugging Face id or folder.
+            max_sessions: open sessions at a time, below ``max_num_seqs``; unset: one less than it.
+            vllm_config: a ready configuration (from ``from_engine_args``) instead of engine arguments.
+            executor_class: with ``vllm_config``; unset: the one that the configuration asks for.
+            log_stats: as in the stock class; unset: not ``disable_log_stats``.
+            **arguments: stock arguments.
+
+        Raises:
+            PolicyUsageError: every reason why sessions cannot run so, before a model is loaded.
+        """
+        own = {name: arguments.pop(name) for name in _CLASS_ARGUMENTS & arguments.keys()}
+        if vllm_config is None:
+            if model is not None:
+                arguments["model"] = model
+            log_stats = not arguments.get("disable_log_stats", False) if log_stats is None else log_stats
+            vllm_config = checked_config(session_engine_args(arguments, max_sessions=max_sessions))
+        elif arguments or model is not None or max_sessions is not None:
+            names = sorted({*arguments, *(["model"] if model else []), *(["max_sessions"] if max_sessions else [])})
+            reason = f"vllm_config: expected no engine arguments beside it, got {', '.join(names)}"
+            raise PolicyUsageError(reason)
+        self._handler_may_run = False
+        self._sent_chunks: WeakKeyDictionary[RequestOutputCollector, int] = WeakKeyDictionary()
+        super().__init__(
+            vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
+        )
+        # The output handler holds on to the processor it starts with, so ours must be there first.
+        self.output_processor = SessionOutputProcessor(
+            self.renderer.tokenizer,
+            log_stats=self.log_stats,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+            tracing_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
+        )
+        self._handler_may_run = True
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        self._run_output_handler()
+
+    def open_session(
+        self,
+        *,
+        system_prompt: str | None = None,
+        retention: Mapping[str, Any] | None = _DEFAULT_RETENTION,
+        sampling_params: SamplingParams | None = None,
+        use_chat_template: bool | None = None,
+        priority: int = 0,
+    ) -> Session:
+        """Return a session; the engine hears of it with its first push.
+
+        Args:
+            system_prompt: put before the first turn; stays for good (it is part of the pinned anchor).
+            retention: budgets as in ``RetentionBudget``; unset: its defaults; None: nothing is ever evicted.
+            sampling_params: for every chunk that brings none; unset: greedy, at most 24 tokens.
+            use_chat_template: unset: if the model has one.
+            priority: as in vLLM, smaller is more important; also decides which idle session is parked first.
+
+        Raises:
+            PolicyUsageError: every reason why such a session cannot be.
+        """
+        params = sampling_params or SamplingParams(temperature=0.0, max_tokens=DEFAULT_REPLY_TOKENS)
+        params = copy(params)
+        params.output_kind = RequestOutputKind.DELTA
+        if retention is not None:
+            params.extra_args = {**(params.extra_args or {}), RETENTION_KEY: dict(retention)}
+        params = self.checked_session_params(params)
+        encoder = TurnEncoder(self.renderer.tokenizer, system_prompt, use_chat_template)
+        return Session(self, encoder, params, priority=priority)
+
+    def checked_session_params(self, params: SamplingParams) -> SamplingParams:
+        """Return a copy of a chunk's sampling parameters that reports deltas.
+
+        Raises:
+            PolicyUsageError: every reason why a session chunk cannot have them.
+        """
+        reasons = list(sampling_errors(params))
+        try:
+            retention = retention_of(params)
+            if retention is not None:
+                RetentionBudget.from_mapping(retention)
+        except PolicyUsageError as error:
+            reasons += error.reasons
+        if reasons:
+            raise PolicyUsageError(reasons)
+        checked = copy(params)
+        checked.output_kind = RequestOutputKind.DELTA
+        return checked
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> RequestOutputCollector:
+        """Add a request; the parameters of a session are checked before anything is sent."""
+        if isinstance(prompt, AsyncGenerator):
+            self._check_stream_params(params)
+            prompt = self._checked_stream(prompt)
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+    def _check_stream_params(self, params: SamplingParams) -> None:
+        """Raise if a chunk cannot have these parameters (the caller's choice of output kind is left alone)."""
+        self.checked_session_params(params)
+
+    async def _checked_stream(
+        self, stream: AsyncGenerator[StreamingInput, None]
+    ) -> AsyncGenerator[StreamingInput, None]:
+        async with aclosing(stream):
+            async for chunk in stream:
+                if chunk.sampling_params is not None:
+                    self._check_stream_params(chunk.sampling_params)
+                yield chunk
+
+    async def _add_streaming_input_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        queue = await super()._add_streaming_input_request(*args, **kwargs)
+        # The input task has been made but has not run yet, so this comes before its first chunk.
+        self._sent_chunks[queue] = 0
+        return queue
+
+    async def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any,
+        index: int,
+        queue: RequestOutputCollector,
+    ) -> None:
+        """Send one message to the engine core, marked with its place if it belongs to a session."""
+        ordinal = self._sent_chunks.get(queue)
+        if ordinal is None:
+            _without_marker(request)
+        else:
+            is_final = not request.resumable
+            if ordinal > 0 and request.request_id not in self.output_processor.request_states:
+                # The session has ended meanwhile: nothing may be sent that could bring it back.
+                if is_final:
+                    return
+                raise SessionClosedError("session: it has ended; open a new one")
+            if ordinal == 0 and is_final:
+                queue.put(STREAM_FINISHED)  # no chunk ever came: no engine work
+                return
+            request.sampling_params = copy(request.sampling_params)
+            marker = ChunkMarker(ordinal, final=is_final)
+            request.sampling_params.extra_args = marker.to_extra_args(request.sampling_params.extra_args)
+            self._sent_chunks[queue] = ordinal + 1
+        await super()._add_request(request, prompt, parent_req, index, queue)
+
+    def _run_output_handler(self) -> None:
+        if self._handler_may_run:
+            super()._run_output_handler()
+
+
+def _without_marker(request: EngineCoreRequest) -> None:
+    """Strip our own key from an ordinary request: only the facade may set it."""
+    params = request.sampling_params
+    if params is not None and params.extra_args and INTERNAL_KEY in params.extra_args:
+        request.sampling_params = copy(params)
+        request.sampling_params.extra_args = {k: v for k, v in params.extra_args.items() if k != INTERNAL_KEY}

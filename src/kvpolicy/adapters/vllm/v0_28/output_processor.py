@@ -1,0 +1,115 @@
+"""The front end's half of a session: state that does not grow with the session's age, and errors that end it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+    StreamingUpdate,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+# Finish reasons that end a session; every other one ends a reply and is a chunk boundary.
+_TERMINAL = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+
+
+class ChunkUpdate(StreamingUpdate):
+    """A queued chunk together with the request that brought it."""
+
+    chunk: EngineCoreRequest
+
+
+class SessionRequestState(RequestState):
+    """Front-end state of a session: it is that of the current chunk alone.
+
+    The stock state keeps the prompt, the token ids, the detokenizer and the log-probabilities of the whole session.
+    """
+
+    template: Any = None
+
+    def apply_streaming_update(self, update: StreamingUpdate) -> None:
+        """Start the next chunk with fresh text, tokens, log-probabilities and statistics."""
+        fresh = type(self).from_new_request(
+            tokenizer=self.template.tokenizer,
+            request=update.chunk,
+            prompt=update.prompt,
+            parent_req=None,
+            request_index=0,
+            queue=self.queue,
+            log_stats=self.template.log_stats,
+            stream_interval=self.template.stream_interval,
+        )
+        kept = {"streaming_input": not update.final, "input_chunk_queue": self.input_chunk_queue}
+        self.__dict__.update(vars(fresh), **kept, template=self.template)
+
+
+class SessionOutputProcessor(OutputProcessor):
+    """The stock output processor with per-chunk state for sessions and terminal ABORT and ERROR."""
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """Register a request; a session's first chunk gets a session state."""
+        if not request.resumable or request.request_id in self.request_states:
+            super().add_request(request, prompt, parent_req, request_index, queue)
+            return
+        state = SessionRequestState.from_new_request(
+            tokenizer=self.tokenizer,
+            request=request,
+            prompt=prompt,
+            parent_req=parent_req,
+            request_index=request_index,
+            queue=queue,
+            log_stats=self.log_stats,
+            stream_interval=self.stream_interval,
+        )
+        state.template = self
+        self.request_states[request.request_id] = state
+        self.external_req_ids[state.external_req_id].append(request.request_id)
+
+    def _update_streaming_request_state(
+        self, req_state: RequestState, request: EngineCoreRequest, prompt: str | None
+    ) -> None:
+        if not request.resumable or not isinstance(req_state, SessionRequestState):
+            super()._update_streaming_request_state(req_state, request, prompt)
+            return
+        update = ChunkUpdate(
+            prompt=prompt, prompt_token_ids=request.prompt_token_ids, arrival_time=request.arrival_time
+        )
+        update.chunk = request
+        if req_state.input_chunk_queue is None:
+            req_state.input_chunk_queue = deque()
+            req_state.apply_streaming_update(update)
+        else:
+            req_state.input_chunk_queue.append(update)
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+    ) -> OutputProcessorOutput:
+        """Process outputs; ABORT and ERROR end a session, and are sent back to the engine core."""
+        ended = []
+        for output in engine_core_outputs:
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.streaming_input and output.finish_reason in _TERMINAL:
+                state.streaming_input = False
+                state.input_chunk_queue = None
+                ended.append(output.request_id)
+        processed = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
+        processed.reqs_to_abort.extend(ended)
+        return processed

@@ -1,0 +1,380 @@
+"""vLLM's scheduler with bounded sessions: every hook calls the session book and moves requests between the queues."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
+from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents
+from kvpolicy.adapters.vllm.v0_28.options import SessionOptions
+from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
+from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
+from kvpolicy.core.budget import SessionLimits
+from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.events import SessionFailed
+from kvpolicy.core.fold import Refuse
+from kvpolicy.core.ranking import rank_idle_sessions
+from kvpolicy.core.spaces import blocks_for
+from kvpolicy.core.states import SessionState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+_LOG = logging.getLogger("kvpolicy.sessions")
+
+
+class SessionScheduler(Scheduler):
+    """The stock scheduler plus sessions.
+
+    A request is a session if it is resumable. Everything else takes the stock path (R.4). All edits of a session happen
+    while it is not running: when a chunk is folded, when it is parked, when it is consolidated while idle.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build the stock scheduler, then the session book.
+
+        Raises:
+            PolicyUsageError: every reason why sessions cannot run in this engine.
+        """
+        super().__init__(*args, **kwargs)
+        block_size = self.block_size
+        reasons = config_errors(self.vllm_config) + cache_errors(
+            self.vllm_config, self.kv_cache_config, self.hash_block_size, block_size
+        )
+        if reasons:
+            raise PolicyUsageError(reasons)
+        options = SessionOptions.from_config(self.vllm_config)
+        blocks = EngineBlocks(self.kv_cache_manager)
+        self.sessions = SessionBook(
+            blocks=blocks,
+            limits=SessionLimits(
+                block_size=block_size,
+                context_limit=self.max_model_len,
+                trained_range=options.trained_range(self.vllm_config),
+                num_pool_blocks=blocks.num_pool_blocks,
+            ),
+            max_sessions=options.max_sessions or self.max_num_running_reqs - 1,
+            events=LoggedEvents(),
+            salt=lambda: secrets.token_hex(16),
+            records={},
+        )
+        # Sessions whose reply has ended, or whose idle consolidation has been computed, in the step being processed.
+        self._settling: list[SessionRecord] = []
+        self._reports: dict[str, ChunkReport] = {}
+        # Answers that belong to no sampled token: refusals, rejections, failures. Sent with the next step's outputs.
+        self._answers: list[tuple[int, EngineCoreOutput]] = []
+
+    # -- messages from the front end --------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Take a new request, a session's next chunk, or a session's end of input."""
+        record = self.sessions.records.get(request.request_id)
+        marker = ChunkMarker.from_extra_args(request.sampling_params.extra_args if request.sampling_params else None)
+        if record is None and not request.resumable and (marker is None or not marker.final):
+            super().add_request(request)
+            return
+        self._guarded(request, partial(self._take, request, record, marker))
+
+    def _take(self, request: Request, record: SessionRecord | None, marker: ChunkMarker | None) -> None:
+        if record is None:
+            if not request.resumable:
+                return  # the end of input of a session that has already ended
+            self._open(request, marker)
+            return
+        update = StreamingUpdate.from_request(request)
+        if not record.is_idle:
+            record.request.streaming_queue.append(update)
+        elif update is None:
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        else:
+            self._leave_idle(record)
+            record.request.streaming_queue.append(update)
+            self._settle(record)
+
+    def _open(self, request: Request, marker: ChunkMarker | None) -> None:
+        if marker is not None and marker.ordinal > 0:
+            # A chunk that was on its way when its session ended: it must not come back as a request without owner.
+            self._answer(request, FinishReason.ABORT, Refuse("session_ended", "this session has already ended"))
+            return
+        if request.request_id in self.requests:
+            self._answer(request, FinishReason.ERROR, Refuse("id_in_use", "another request has this id"))
+            return
+        try:
+            self.sessions.open(request)
+        except PolicyUsageError as error:
+            self._answer(request, FinishReason.ERROR, Refuse("not_admitted", str(error)))
+            return
+        super().add_request(request)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002 - stock signature
+        """Make room by parking idle sessions if need be, then schedule as usual."""
+        if self.sessions.records:
+            self._relieve_pressure()
+        return super().schedule(throttle_prefills)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        shifts = {}
+        if self.sessions.records:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                if shift := self.sessions.rope_shift(request_id):
+                    shifts[request_id] = shift
+        scheduler_output.kvpolicy = StepDirective(rope_shifts=shifts)
+
+    def _update_request_with_output(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        is_stale: bool = False,  # noqa: FBT001, FBT002 - stock signature
+    ) -> tuple[list[int], bool]:
+        record = self.sessions.records.get(request.request_id)
+        if record is not None:
+            if record.discards_sample:
+                # The window has been computed again; the token that its prefill sampled answers nothing.
+                self._settling.append(record)
+                return [], False
+            if record.state is SessionState.PREFILLING and not self._guarded(
+                request, partial(self.sessions.first_token, record)
+            ):
+                return [], False
+        tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return tokens, stopped
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        record = self.sessions.records.get(request.request_id)
+        if record is None or request.status == RequestStatus.FINISHED_ERROR:
+            return bool(super()._handle_stopped_request(request))
+        ended = bool(request.streaming_queue) and request.streaming_queue[0] is None
+        settled = self._guarded(
+            request, lambda: self._reports.update({request.request_id: self.sessions.stopped(record)})
+        )
+        if ended or not settled:
+            return True
+        # The next chunk is folded only when this step's outputs are built: they still read the stop reason and the
+        # sampling parameters of the chunk that has ended.
+        request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+        self._settling.append(record)
+        return False
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process a step, then let the sessions that came to rest in it go on."""
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._reports:
+            self._attach_reports(outputs)
+        settling, self._settling = self._settling, []
+        for record in settling:
+            self._guarded(record.request, partial(self._come_to_rest, record))
+        answers, self._answers = self._answers, []
+        for client_index, answer in answers:
+            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(answer)
+        return outputs
+
+    def _attach_reports(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        reports, self._reports = self._reports, {}
+        for output in chain.from_iterable(batch.outputs for batch in outputs.values()):
+            if output.finish_reason is not None and output.request_id in reports:
+                output.kv_transfer_params = reports[output.request_id].to_wire()
+
+    def _come_to_rest(self, record: SessionRecord) -> None:
+        request = record.request
+        if request.is_finished() or request.request_id not in self.requests:
+            return
+        if record.discards_sample:
+            self.running.remove(request)
+            request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+            self.sessions.consolidated(record)
+        self._settle(record)
+
+    def _settle(self, record: SessionRecord) -> None:
+        """Fold the next queued chunk of a session that is at rest and in no queue, or make it wait for one."""
+        request = record.request
+        while request.streaming_queue:
+            update = request.streaming_queue.popleft()
+            if update is None:
+                request.status = RequestStatus.WAITING
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+                return
+            refusal = self.sessions.fold(record, update)
+            if refusal is None:
+                self._enqueue(request, RequestStatus.WAITING)
+                return
+            report = self.sessions.report(record, refusal)
+            if record.budget is None and refusal.code == "context_exhausted":
+                # Nothing bounds this session, so nothing can make room for it.
+                self._end(request, refusal)
+                return
+            self._answer(request, FinishReason.LENGTH, refusal, report)
+        if self.sessions.consolidate_if_due(record):
+            self._enqueue(request, RequestStatus.WAITING)
+        elif record.state is SessionState.PARKED:
+            # In no queue: it holds neither blocks nor a slot, and must not keep the engine stepping.
+            request.status = RequestStatus.PREEMPTED
+        else:
+            self.num_waiting_for_streaming_input += 1
+            self._enqueue(request, RequestStatus.WAITING_FOR_STREAMING_REQ)
+
+    def _enqueue(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        self._enqueue_waiting_request(request)
+
+    def _leave_idle(self, record: SessionRecord) -> None:
+        """Take an idle session out of its queue."""
+        if record.state is SessionState.IDLE:
+            self.skipped_waiting.remove_requests([record.request])
+            self.num_waiting_for_streaming_input -= 1
+
+    # -- preemption, parking, the end -------------------------------------------------------------------------------
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:  # noqa: FBT001, FBT002 - stock signature
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        record = self.sessions.records.get(request.request_id)
+        if record is not None:
+            self._guarded(request, partial(self.sessions.preempted, record))
+
+    def _relieve_pressure(self) -> None:
+        """Park the least valuable sessions if the next request to be scheduled lacks blocks or a slot."""
+        idle_records = [record for record in self.sessions.records.values() if self._can_park(record)]
+        if not idle_records:
+            return
+        head = self._next_waiting()
+        candidates = {r.request.request_id: r for r in idle_records if r.request is not head}
+        for request_id in self._parking_victims(head, candidates):
+            record = candidates[request_id]
+            self._guarded(record.request, partial(self._park, record))
+
+    def _next_waiting(self) -> Request | None:
+        """Return the request that the engine will try to schedule first, idle sessions apart."""
+        waiting = [
+            request
+            for request in chain(self.skipped_waiting, self.waiting)
+            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+        ]
+        if not waiting:
+            return None
+        return min(waiting) if self.policy == SchedulingPolicy.PRIORITY else waiting[0]
+
+    def _can_park(self, record: SessionRecord) -> bool:
+        waits_with_blocks = record.state is SessionState.PREFILLING and record.request.status == RequestStatus.WAITING
+        holds = self.sessions.blocks.num_blocks(record.request.request_id) > 0
+        return holds and (record.state is SessionState.IDLE or waits_with_blocks)
+
+    def _parking_victims(self, head: Request | None, candidates: dict[str, SessionRecord]) -> list[str]:
+        sessions = [self.sessions.as_idle(record) for record in candidates.values()]
+        need = self._missing_blocks(head)
+        victims = [session.request_id for session in rank_idle_sessions(sessions, need)]
+        slots_taken = len(self.running) + self.num_waiting_for_streaming_input
+        if head is not None and slots_taken >= self.max_num_running_reqs and not victims:
+            idle = [s for s in sessions if candidates[s.request_id].state is SessionState.IDLE]
+            victims = [session.request_id for session in rank_idle_sessions(idle, 1)[:1]]
+        return victims
+
+    def _missing_blocks(self, head: Request | None) -> int:
+        """Blocks that the running requests and the next waiting one need beyond those that are free."""
+        blocks, block_size = self.sessions.blocks, self.block_size
+        growth = sum(
+            max(0, blocks_for(request.num_tokens, block_size) - blocks.num_blocks(request.request_id))
+            for request in self.running
+        )
+        if head is not None:
+            # The engine keeps its watermark only beside running requests: alone, the head may take everything.
+            watermark = blocks.num_watermark_blocks() if self.running else 0
+            wanted = blocks_for(head.num_tokens, block_size) + watermark
+            growth += max(0, wanted - blocks.num_blocks(head.request_id))
+        return growth - blocks.num_free_blocks()
+
+    def _park(self, record: SessionRecord) -> None:
+        if record.state is SessionState.IDLE:
+            self._leave_idle(record)
+            self.sessions.park(record)
+            record.request.status = RequestStatus.PREEMPTED
+            # The workers forget it too: its next chunk reaches them as a new request.
+            self.finished_req_ids.add(record.request.request_id)
+        else:
+            self.sessions.park(record)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:  # noqa: FBT001, FBT002 - stock signature
+        """Reset the prefix cache; with ``reset_running_requests``, sessions at rest give their blocks back as well."""
+        if reset_running_requests:
+            for record in list(self.sessions.records.values()):
+                if self._can_park(record):
+                    self._guarded(record.request, partial(self._park, record))
+        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """Finish requests; a session that is ended while idle leaves its queue like any other."""
+        return list(super().finish_requests(request_ids, finished_status))
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> tuple[Any, Any]:  # noqa: FBT001, FBT002 - stock signature
+        freed: tuple[Any, Any] = super()._free_request(request, delay_free_blocks)
+        self.sessions.close(request.request_id)
+        return freed
+
+    def has_finished_requests(self) -> bool:
+        """Whether a step is owed although nothing is to be computed: also when an answer is waiting."""
+        return bool(self._answers) or bool(super().has_finished_requests())
+
+    # -- answers and failures ---------------------------------------------------------------------------------------
+
+    def _answer(
+        self, request: Request, reason: FinishReason, refusal: Refuse, report: ChunkReport | None = None
+    ) -> None:
+        report = report or ChunkReport(
+            chunk=0, resident_tokens=0, num_blocks=0, code=refusal.code, message=refusal.message
+        )
+        self._answers.append(
+            (
+                request.client_index,
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=reason,
+                    stop_reason=STOP_PREFIX + refusal.code,
+                    kv_transfer_params=report.to_wire(),
+                ),
+            )
+        )
+
+    def _end(self, request: Request, refusal: Refuse) -> None:
+        """End a session with an error; the others go on."""
+        self.sessions.events.emit(
+            SessionFailed(request_id=request.request_id, code=refusal.code, message=refusal.message)
+        )
+        self._answer(request, FinishReason.ERROR, refusal)
+        # The request may be a chunk's message: what lives in the queues is the session's own request.
+        live = self.requests.get(request.request_id)
+        if live is None or live.is_finished():
+            return
+        if live.status == RequestStatus.WAITING_FOR_STREAMING_REQ and live not in self.skipped_waiting:
+            # Between two queues: the stock bookkeeping must not subtract it from the idle count again.
+            live.status = RequestStatus.WAITING
+        self.finish_requests(live.request_id, RequestStatus.FINISHED_ERROR)
+
+    def _guarded(self, request: Request, hook: Callable[[], object]) -> bool:
+        """Run one session's part of a hook; return whether it went well.
+
+        Whatever it raises ends that session and nothing else (R.13).
+        """
+        try:
+            hook()
+        except Exception as error:  # noqa: BLE001 - the one place that must: nothing may stop the engine for others
+            _LOG.exception("session.failed request_id=%s", request.request_id)
+            self._end(request, Refuse("internal_error", f"{type(error).__name__}: {error}"))
+            return False
+        return True

@@ -1,0 +1,277 @@
+"""The session object of the facade: one push, one reply, over a single ``generate()`` call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Self
+
+from attrs import frozen
+from vllm.engine.protocol import StreamingInput
+from vllm.inputs import TokensPrompt
+
+from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkReport
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError, SessionFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+    from types import TracebackType
+
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+    from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+
+
+@frozen(kw_only=True)
+class Reply:
+    """The answer to one chunk.
+
+    ``ttft_s`` and ``total_s`` run from the call of ``push`` to the first token and to the end. ``evicted`` is the
+    number of tokens that this chunk pushed out; ``resident_tokens`` and ``num_blocks`` are what the session holds now.
+    ``logprobs`` holds one mapping per token where the sampling parameters ask for log-probabilities.
+    """
+
+    chunk: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: int | str | None
+    ttft_s: float
+    total_s: float
+    evicted: int
+    resident_tokens: int
+    num_blocks: int
+    consolidated: bool
+    logprobs: tuple[Any, ...] = ()
+
+
+@frozen(kw_only=True)
+class SessionStats:
+    """Counts over the life of a session, and what it held when its last reply ended."""
+
+    num_chunks: int = 0
+    num_refused: int = 0
+    num_reply_tokens: int = 0
+    resident_tokens: int = 0
+    num_blocks: int = 0
+    num_segments: int = 0
+    next_position: int = 0
+    num_evictions: int = 0
+    num_evicted_tokens: int = 0
+    num_consolidations: int = 0
+    num_parks: int = 0
+    num_free_blocks: int = 0
+
+
+class _Pending:
+    """The reply being collected."""
+
+    def __init__(self) -> None:
+        self.started_s = time.perf_counter()
+        self.first_s: float | None = None
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def add(self, output: CompletionOutput) -> None:
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+        self.text.append(output.text)
+        self.token_ids.extend(output.token_ids)
+        self.logprobs.extend(output.logprobs or ())
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Session:
+    """A bounded streaming session. Make one with ``AsyncLLM.open_session``; use it as an async context manager.
+
+    One chunk is in flight at a time: ``push`` waits for that chunk's reply.
+    """
+
+    def __init__(self, engine: Any, encoder: TurnEncoder, params: SamplingParams, *, priority: int = 0) -> None:
+        """Prepare a session; the engine hears of it with the first push."""
+        self.id = f"session-{uuid.uuid4().hex}"
+        self._engine = engine
+        self._encoder = encoder
+        self._params = params
+        self._priority = priority
+        self._inputs: asyncio.Queue[StreamingInput | None] = asyncio.Queue(maxsize=1)
+        self._pump: asyncio.Task[None] | None = None
+        self._pending: _Pending | None = None
+        self._ended: Exception | None = None
+        self._stats = SessionStats()
+
+    async def push(self, turn: str | Sequence[int], *, sampling_params: SamplingParams | None = None) -> Reply:
+        """Feed one chunk and return its reply.
+
+        Args:
+            turn: text (rendered with the model's chat template, if the session uses one) or token ids (sent as given).
+            sampling_params: for this chunk instead of the session's.
+
+        Raises:
+            PolicyUsageError: bad input, or the session was not admitted; nothing was sent, or the session has ended.
+            SessionClosedError: the session is closed.
+            ChunkRefusedError: this chunk cannot be taken in (its code says why); the session goes on without it.
+            SessionFailedError: the engine ended the session.
+        """
+        self._require_ready()
+        params = self._engine.checked_session_params(sampling_params or self._params)
+        prompt = TokensPrompt(prompt_token_ids=self._tokens(turn))
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._run(), name=self.id)
+        pending = self._pending = _Pending()
+        await self._inputs.put(StreamingInput(prompt=prompt, sampling_params=params))
+        # Shielded: a caller that stops waiting does not take away the place where the reply will be put.
+        reply = await asyncio.shield(pending.future)
+        self._encoder.sent()
+        return reply
+
+    def stats(self) -> SessionStats:
+        """Return the session's counts as of its last reply."""
+        return self._stats
+
+    async def close(self) -> None:
+        """End the session and wait until the engine has let go of it. Calling it again does nothing."""
+        pump, self._pump = self._pump, None
+        if self._ended is None:
+            self._ended = SessionClosedError("session: it was closed")
+        if pump is None:
+            return
+        if self._pending is not None:
+            pump.cancel()
+        else:
+            self._inputs.put_nowait(None)
+        await asyncio.gather(pump, return_exceptions=True)
+        # A task that is cancelled before its first step runs none of its own clean-up.
+        self._fail_pending()
+
+    async def __aenter__(self) -> Self:
+        """Return the session itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        await self.close()
+
+    def _require_ready(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self._pending is not None:
+            reason = "push: the reply to the chunk before is still pending; one chunk is in flight at a time"
+            raise PolicyUsageError(reason)
+
+    def _tokens(self, turn: str | Sequence[int]) -> list[int]:
+        if isinstance(turn, str):
+            return self._encoder.encode(turn)
+        tokens = list(turn)
+        reasons = []
+        if not tokens or any(type(token) is not int or token < 0 for token in tokens):
+            reasons.append("turn: expected text or a sequence of at least one token id (integers >= 0)")
+        if self._encoder.system_prompt and self._stats.num_chunks == 0:
+            reasons.append("turn: with token ids, put the system prompt into the first chunk instead of system_prompt=")
+        if reasons:
+            raise PolicyUsageError(reasons)
+        return tokens
+
+    async def _feed(self) -> AsyncGenerator[StreamingInput, None]:
+        while (chunk := await self._inputs.get()) is not None:
+            yield chunk
+
+    async def _run(self) -> None:
+        """Collect outputs into replies until the session ends."""
+        error: Exception = SessionClosedError("session: it was closed")
+        try:
+            async for output in self._engine.generate(
+                self._feed(), self._params, request_id=self.id, priority=self._priority
+            ):
+                self._take(output)
+        except asyncio.CancelledError:
+            raise
+        except Exception as failure:  # noqa: BLE001 - whatever ends the stream reaches the caller of push
+            error = failure if isinstance(failure, PolicyUsageError) else SessionFailedError("engine", str(failure))
+            error.__cause__ = failure if error is not failure else None
+        finally:
+            self._ended = self._ended or error
+            self._fail_pending()
+
+    def _fail_pending(self) -> None:
+        """Tell whoever waits for a reply that the session has ended."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._ended is not None:
+            pending.fail(self._ended)
+
+    def _take(self, output: RequestOutput) -> None:
+        pending, completion = self._pending, output.outputs[0]
+        if pending is None:
+            return
+        pending.add(completion)
+        if completion.finish_reason is None:
+            return
+        report = ChunkReport.from_wire(output.kv_transfer_params)
+        self._pending = None
+        if report is not None:
+            self._count(report, pending)
+        error = _error_of(completion, report)
+        if error is not None:
+            if not isinstance(error, ChunkRefusedError):
+                self._ended = error
+            pending.fail(error)
+        elif not pending.future.done():
+            pending.future.set_result(_reply(pending, completion, report))
+
+    def _count(self, report: ChunkReport, pending: _Pending) -> None:
+        old = self._stats
+        refused = report.code is not None
+        self._stats = SessionStats(
+            num_chunks=old.num_chunks + (not refused),
+            num_refused=old.num_refused + refused,
+            num_reply_tokens=old.num_reply_tokens + len(pending.token_ids),
+            resident_tokens=report.resident_tokens,
+            num_blocks=report.num_blocks,
+            num_segments=report.num_segments,
+            next_position=report.next_position,
+            num_evictions=report.num_evictions,
+            num_evicted_tokens=report.total_evicted_tokens,
+            num_consolidations=report.num_consolidations,
+            num_parks=report.num_parks,
+            num_free_blocks=report.num_free_blocks,
+        )
+
+
+def _error_of(completion: CompletionOutput, report: ChunkReport | None) -> Exception | None:
+    """Return the error that a boundary stands for, or None where it ends a reply."""
+    refused = isinstance(completion.stop_reason, str) and completion.stop_reason.startswith(STOP_PREFIX)
+    code = (report.code if report else None) or "engine"
+    message = (report.message if report else None) or f"the engine ended the session ({completion.finish_reason})"
+    if completion.finish_reason in {"abort", "error"}:
+        return PolicyUsageError(message.splitlines()) if code == "not_admitted" else SessionFailedError(code, message)
+    return ChunkRefusedError(code, message) if refused else None
+
+
+def _reply(pending: _Pending, completion: CompletionOutput, report: ChunkReport | None) -> Reply:
+    if report is None:
+        message = "the engine sent no report with a reply: is the scheduler ours?"
+        raise SessionFailedError("no_report", message)
+    ended_s = time.perf_counter()
+    return Reply(
+        chunk=report.chunk,
+        text="".join(pending.text),
+        token_ids=tuple(pending.token_ids),
+        finish_reason=completion.finish_reason or "",
+        stop_reason=completion.stop_reason,
+        ttft_s=(pending.first_s or ended_s) - pending.started_s,
+        total_s=ended_s - pending.started_s,
+        evicted=report.evicted,
+        resident_tokens=report.resident_tokens,
+        num_blocks=report.num_blocks,
+        consolidated=report.consolidated,
+        logprobs=tuple(pending.logprobs),
+    )

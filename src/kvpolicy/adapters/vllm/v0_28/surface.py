@@ -1,0 +1,171 @@
+"""Every name of vLLM 0.28 that this adapter subclasses, calls or reads without a public promise.
+
+Upgrading to another engine version starts here: ``surface_errors()`` says what has changed. A name listed with
+parameters must have exactly those; one listed without is an attribute that ``__init__`` (or the class body) must set.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@frozen(kw_only=True)
+class PrivateName:
+    """One name: where it lives, and the parameters it must have (None: an attribute)."""
+
+    module: str
+    owner: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+
+def _methods(module: str, owner: str, **signatures: str) -> Iterator[PrivateName]:
+    for name, signature in signatures.items():
+        yield PrivateName(module=module, owner=owner, name=name, parameters=tuple(signature.split()))
+
+
+def _attributes(module: str, owner: str, names: str) -> Iterator[PrivateName]:
+    for name in names.split():
+        yield PrivateName(module=module, owner=owner, name=name)
+
+
+SURFACE: tuple[PrivateName, ...] = (
+    # Scheduler: hooks that we override.
+    *_methods(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        add_request="self request",
+        schedule="self throttle_prefills",
+        update_from_output="self scheduler_output model_runner_output",
+        finish_requests="self request_ids finished_status",
+        reset_prefix_cache="self reset_running_requests reset_connector",
+        has_finished_requests="self",
+        _update_after_schedule="self scheduler_output",
+        _update_request_with_output="self request new_token_ids is_stale",
+        _handle_stopped_request="self request",
+        _preempt_request="self request timestamp drop_stale_output",
+        _free_request="self request delay_free_blocks",
+        _enqueue_waiting_request="self request",
+    ),
+    *_attributes(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "requests running waiting skipped_waiting num_waiting_for_streaming_input finished_req_ids kv_cache_manager "
+        "kv_cache_config vllm_config policy block_size hash_block_size max_model_len max_num_running_reqs",
+    ),
+    # Request and its per-token arrays.
+    *_attributes(
+        "vllm.v1.request",
+        "Request",
+        "_all_token_ids _output_token_ids prompt_token_ids num_prompt_tokens num_computed_tokens num_in_flight_tokens "
+        "block_hashes cache_salt sampling_params max_tokens arrival_time stop_reason prefill_stats resumable "
+        "streaming_queue client_index priority status",
+    ),
+    *_methods("vllm.v1.request", "Request", update_block_hashes="self"),
+    *_attributes("vllm.v1.request", "StreamingUpdate", "prompt_token_ids max_tokens arrival_time sampling_params"),
+    # KV-cache manager, its single table, and the block pool.
+    *_attributes(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager", "coordinator block_pool enable_caching watermark_blocks"
+    ),
+    *_methods("vllm.v1.core.kv_cache_manager", "KVCacheManager", free="self request"),
+    *_attributes("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
+    *_attributes(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        "req_to_blocks num_cached_block block_size",
+    ),
+    *_methods(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        evict_blocks="self block_ids",
+        free_blocks="self ordered_blocks",
+        get_num_free_blocks="self",
+    ),
+    *_attributes("vllm.v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
+    *_methods(
+        "vllm.v1.metrics.stats",
+        "PrefillStats",
+        set="self num_prompt_tokens num_local_cached_tokens num_external_cached_tokens",
+    ),
+    # Worker and runner.
+    *_methods(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        _prepare_inputs="self scheduler_output num_scheduled_tokens",
+    ),
+    *_attributes("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "positions req_indices input_batch"),
+    *_methods("vllm.v1.worker.cpu_worker", "CPUWorker", init_device="self"),
+    *_methods("vllm.v1.worker.gpu_worker", "Worker", init_device="self"),
+    # Front end.
+    *_methods(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        _add_request="self request prompt parent_req index queue",
+        _run_output_handler="self",
+    ),
+    *_attributes(
+        "vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats _add_streaming_input_request"
+    ),
+    *_methods(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor",
+        add_request="self request prompt parent_req request_index queue",
+        process_outputs="self engine_core_outputs engine_core_timestamp iteration_stats",
+        _update_streaming_request_state="self req_state request prompt",
+    ),
+    *_attributes(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor",
+        "request_states external_req_ids tokenizer stream_interval",
+    ),
+    *_methods(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        apply_streaming_update="self update",
+        from_new_request="tokenizer request prompt parent_req request_index queue log_stats stream_interval",
+    ),
+    *_attributes("vllm.v1.engine.output_processor", "RequestState", "streaming_input input_chunk_queue queue"),
+)
+
+
+def surface_errors() -> tuple[str, ...]:
+    """Return what differs between this list and the installed engine; empty if nothing does."""
+    return tuple(error for name in SURFACE if (error := _error_of(name)))
+
+
+def _error_of(name: PrivateName) -> str | None:
+    owner = getattr(importlib.import_module(name.module), name.owner, None)
+    where = f"{name.module}.{name.owner}.{name.name}"
+    if owner is None:
+        return f"{name.module}.{name.owner}: expected a class, it is gone"
+    if name.parameters is None:
+        return None if _has_attribute(owner, name.name) else f"{where}: expected an attribute, it is gone"
+    function = getattr(owner, name.name, None)
+    if function is None:
+        return f"{where}: expected a method, it is gone"
+    parameters = tuple(inspect.signature(function).parameters)
+    return None if parameters == name.parameters else f"{where}: expected {name.parameters}, got {parameters}"
+
+
+def _has_attribute(owner: type, name: str) -> bool:
+    """Whether a class defines an attribute, or one of its classes assigns ``self.<name>`` in ``__init__``."""
+    if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
+        return True
+    return any(_assigns(base, name) for base in owner.__mro__ if "__init__" in vars(base) and base is not object)
+
+
+def _assigns(owner: type, name: str) -> bool:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(owner.__init__)))  # type: ignore[misc]
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(tree)
+    )

@@ -1,0 +1,68 @@
+"""Text turns as token ids: the model's chat template, cut into the part that each chunk adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+
+from kvpolicy.core.errors import PolicyUsageError
+
+# Stands for the reply while the template is rendered; the text behind it is what the next turn adds.
+_REPLY = "KVPOLICY-REPLY"
+
+
+@define
+class TurnEncoder:
+    """Turns text into the tokens of a chunk.
+
+    With a chat template, the first turn is system prompt + user turn + the opening of a reply, and each later turn is
+    the closing of the reply before it + user turn + opening. (The token that ended a reply was never computed, so the
+    closing belongs to the next chunk.) Without one, the text is used as it is.
+    """
+
+    tokenizer: Any
+    system_prompt: str | None = None
+    use_template: bool | None = None
+    _num_turns: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        if self.use_template and not has_template:
+            reason = "use_chat_template: the model's tokenizer has no chat template; leave it out or pass False"
+            raise PolicyUsageError(reason)
+        if self.use_template is None:
+            self.use_template = has_template
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens that this turn adds to the session.
+
+        Raises:
+            PolicyUsageError: the turn has no tokens.
+        """
+        is_first = self._num_turns == 0
+        rendered = self._with_template(text, is_first=is_first) if self.use_template else self._plain(text, is_first)
+        # A template writes its own special tokens; plain text gets those that the tokenizer puts at a beginning.
+        tokens = self.tokenizer.encode(rendered, add_special_tokens=is_first and not self.use_template)
+        if not tokens:
+            reason = f"turn: expected text with at least one token, got {text!r}"
+            raise PolicyUsageError(reason)
+        return list(tokens)
+
+    def sent(self) -> None:
+        """Note that the turn encoded last was accepted by the session."""
+        self._num_turns += 1
+
+    def _plain(self, text: str, is_first: bool) -> str:  # noqa: FBT001 - private
+        return f"{self.system_prompt}{text}" if is_first and self.system_prompt else text
+
+    def _with_template(self, text: str, *, is_first: bool) -> str:
+        turn = [{"role": "user", "content": text}]
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        if is_first:
+            return self._render(system + turn)
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _REPLY}]
+        return self._render(system + before + turn).split(_REPLY, 1)[1]
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

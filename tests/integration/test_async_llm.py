@@ -1,0 +1,318 @@
+"""The facade: the real AsyncLLM, its engine in processes of its own, sessions as a user holds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+from vllm.engine.protocol import StreamingInput
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from kvpolicy.adapters.vllm import AsyncLLM
+from kvpolicy.core.errors import (
+    ChunkRefusedError,
+    PolicyUsageError,
+    SessionClosedError,
+    SessionFailedError,
+)
+from tests.integration.replay import random_chunks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
+T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, T]], T]
+
+
+def engine_options(model: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 200,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(runner: asyncio.Runner, tiny_model: Path) -> Iterator[AsyncLLM]:
+    async def start() -> AsyncLLM:
+        return AsyncLLM(**engine_options(tiny_model))
+
+    engine = runner.run(start())
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def run(runner: asyncio.Runner) -> Run[Any]:
+    return runner.run
+
+
+def exact(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+async def ordinary(engine: AsyncLLM, tokens: list[int], max_tokens: int = 4) -> list[int]:
+    """Answer an ordinary request: after each fault the engine must still do it."""
+    params = exact(max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=tokens), params, f"ordinary-{id(tokens)}"):
+        last = output
+    return list(last.outputs[0].token_ids)
+
+
+def frontend_sizes(engine: AsyncLLM) -> dict[str, int]:
+    """Every container of the front end that holds something for the one session that is open."""
+    processor = engine.output_processor
+    (state,) = processor.request_states.values()
+    return {
+        "prompt": len(state.prompt or ""),
+        "prompt ids": len(state.prompt_token_ids),
+        "output ids": len(state.detokenizer.output_token_ids),
+        "output text": len(state.detokenizer.output_text),
+        "queue": len(state.input_chunk_queue or ()),
+        "ids": len(processor.external_req_ids),
+        "sent": len(engine._sent_chunks),
+    }
+
+
+def test_a_session_in_text(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async with engine.open_session(
+            system_prompt="You watch a log.", retention=WINDOW, sampling_params=exact(6)
+        ) as session:
+            replies = [await session.push(f"line {i}: the pump is running") for i in range(40)]
+            stats = session.stats()
+        assert [reply.chunk for reply in replies] == list(range(40))
+        assert all(len(reply.token_ids) == 6 for reply in replies)
+        assert all(0 < reply.ttft_s <= reply.total_s for reply in replies)
+        assert max(reply.resident_tokens for reply in replies) <= 256
+        assert max(reply.num_blocks for reply in replies) <= 17
+        assert sum(reply.evicted for reply in replies) == stats.num_evicted_tokens > 0
+        assert stats.num_chunks == 40
+        assert stats.num_reply_tokens == 240
+        assert any(reply.text for reply in replies)
+        # 199 blocks: everything went back but what the session still holds.
+        assert stats.num_free_blocks == 199 - stats.num_blocks
+
+    run(use())
+
+
+def test_the_front_end_does_not_grow(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        peak: dict[str, int] = {}
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4)) as session:
+            for i, chunk in enumerate(random_chunks(1, 300, 18, 24)):
+                await session.push(chunk)
+                sizes = frontend_sizes(engine)
+                if i < 20:
+                    peak = {name: max(size, peak.get(name, 0)) for name, size in sizes.items()}
+                assert all(sizes[name] <= peak[name] + 12 for name in sizes), (sizes, peak)
+        assert not engine.output_processor.request_states
+        assert not engine.output_processor.external_req_ids
+
+    run(use())
+
+
+def test_the_low_level_form(engine: AsyncLLM, run: Run[None]) -> None:
+    """``generate(stream)`` with the budgets in extra_args: the same session, the same tokens as through the facade."""
+
+    async def use() -> None:
+        chunks = random_chunks(2, 30, 18, 24)
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
+            expected = [(await session.push(chunk)).token_ids for chunk in chunks]
+        answered = asyncio.Semaphore(1)
+
+        async def stream() -> AsyncGenerator[StreamingInput, None]:
+            for chunk in chunks:
+                await answered.acquire()
+                yield StreamingInput(prompt=TokensPrompt(prompt_token_ids=chunk))
+
+        params = exact(5, extra_args={"streaming_retention": WINDOW}, output_kind=RequestOutputKind.DELTA)
+        before = repr(params)
+        said: list[list[int]] = [[]]
+        async for output in engine.generate(stream(), params, "low-level"):
+            said[-1] += output.outputs[0].token_ids
+            if output.outputs[0].finish_reason is not None:
+                assert output.kv_transfer_params["kvpolicy"]["resident_tokens"] <= 256
+                said.append([])
+                answered.release()
+        assert [tuple(tokens) for tokens in said[:-1]] == expected
+        assert repr(params) == before
+
+    run(use())
+
+
+def test_two_sessions_and_ordinary_requests_at_once(engine: AsyncLLM, run: Run[None]) -> None:
+    async def one(seed: int) -> list[tuple[int, ...]]:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
+            return [(await session.push(chunk)).token_ids for chunk in random_chunks(seed, 25, 18, 24)]
+
+    async def use() -> None:
+        alone = await one(3)
+        said = await asyncio.gather(one(3), one(4), *(ordinary(engine, [i] * 20) for i in range(5, 15)))
+        assert said[0] == alone
+
+    run(use())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"retention": {"total_tokens": 10}}, "total_tokens"),
+        ({"retention": {"tokens": 10, "content_segments": 0}}, "tokens"),
+        ({"sampling_params": SamplingParams(n=2)}, r"sampling_params\.n"),
+        ({"sampling_params": SamplingParams(max_tokens=None)}, "max_tokens"),
+        ({"sampling_params": SamplingParams(stop=["x"])}, "stop"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_sent(
+    engine: AsyncLLM, arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(PolicyUsageError, match=reason):
+        engine.open_session(**arguments)
+    assert not engine.output_processor.request_states
+
+
+def test_a_session_that_the_engine_does_not_admit(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        session = engine.open_session(retention={"total_tokens": 2000}, sampling_params=exact(4))
+        with pytest.raises(PolicyUsageError, match="total_tokens") as caught:
+            await session.push([5] * 10)
+        assert len(caught.value.reasons) >= 2  # the context limit and the trained range
+        with pytest.raises(PolicyUsageError):
+            await session.push([5] * 10)
+        await session.close()
+        assert len(await ordinary(engine, [5, 6])) == 4
+        assert not engine.output_processor.request_states
+
+    run(use())
+
+
+def test_a_refused_chunk_leaves_the_session_usable(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4), use_chat_template=False) as session:
+            await session.push([5] * 20)
+            with pytest.raises(ChunkRefusedError) as caught:
+                await session.push([6] * 300)
+            assert caught.value.code == "chunk_too_long"
+            assert "256" in str(caught.value)
+            with pytest.raises(PolicyUsageError, match="at least one token"):
+                await session.push([])
+            with pytest.raises(PolicyUsageError, match="at least one token"):
+                await session.push("")
+            assert len((await session.push([6] * 20)).token_ids) == 4
+            assert session.stats().num_refused == 1
+            assert session.stats().num_chunks == 2
+
+    run(use())
+
+
+def test_one_chunk_in_flight_and_nothing_after_close(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        session = engine.open_session(retention=WINDOW, sampling_params=exact(30))
+        first = asyncio.create_task(session.push([5] * 20))
+        await asyncio.sleep(0)
+        with pytest.raises(PolicyUsageError, match="one chunk is in flight"):
+            await session.push([6] * 20)
+        assert len((await first).token_ids) == 30
+        await session.close()
+        await session.close()
+        with pytest.raises(SessionClosedError):
+            await session.push([6] * 20)
+        never = engine.open_session(retention=WINDOW)
+        await never.close()
+        assert not engine.output_processor.request_states
+
+    run(use())
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.01, 0.05])
+def test_closing_while_a_reply_is_pending(engine: AsyncLLM, run: Run[None], delay_s: float) -> None:
+    async def use() -> None:
+        session = engine.open_session(retention=WINDOW, sampling_params=exact(100))
+        push = asyncio.create_task(session.push([5] * 20))
+        await asyncio.sleep(delay_s)
+        await session.close()
+        with pytest.raises(SessionClosedError):
+            await push
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(2)) as probe:
+            await probe.push([5] * 20)
+            assert probe.stats().num_free_blocks == 199 - probe.stats().num_blocks
+        assert not engine.output_processor.request_states
+
+    run(use())
+
+
+def test_a_caller_that_stops_waiting_does_not_lose_the_session(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(60)) as session:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.push([5] * 20), timeout=0.01)
+            while session.stats().num_chunks == 0:  # noqa: ASYNC110 - a session has no event for it
+                await asyncio.sleep(0.01)
+            reply = await session.push([5] * 20)
+            assert reply.chunk == 1
+            assert len(reply.token_ids) == 60
+
+    run(use())
+
+
+def test_a_session_without_retention_ends_with_an_error(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        session = engine.open_session(retention=None, sampling_params=exact(4))
+
+        async def push_all() -> None:
+            for chunk in random_chunks(1, 40, 18, 24):
+                await session.push(chunk)
+
+        with pytest.raises(SessionFailedError) as caught:
+            await push_all()
+        assert caught.value.code == "context_exhausted"
+        await session.close()
+        assert len(await ordinary(engine, [5, 6])) == 4
+
+    run(use())
+
+
+def test_a_stream_that_ends_without_a_chunk_costs_nothing(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async def stream() -> AsyncGenerator[StreamingInput, None]:
+            return
+            yield
+
+        params = exact(4, output_kind=RequestOutputKind.DELTA)
+        assert [output async for output in engine.generate(stream(), params, "empty")] == []
+        assert not engine.output_processor.request_states
+
+    run(use())
+
+
+def test_the_default_compilation_mode(runner: asyncio.Runner, tiny_model: Path) -> None:
+    """Not eager: the compiled graph reads the positions that the runner shifted. Same tokens as the eager engine."""
+
+    async def said(*, eager: bool) -> list[tuple[int, ...]]:
+        engine = AsyncLLM(**engine_options(tiny_model, enforce_eager=eager))
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
+            replies = [await session.push(chunk) for chunk in random_chunks(5, 20, 18, 24)]
+        engine.shutdown()
+        assert sum(reply.evicted for reply in replies) > 0
+        return [reply.token_ids for reply in replies]
+
+    assert runner.run(said(eager=False)) == runner.run(said(eager=True))

@@ -1,0 +1,100 @@
+"""Constant memory and constant cost: many chunks on a tiny model, with everything that could grow measured."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from kvpolicy.core.spaces import blocks_for
+from tests.integration.engine import SteppedEngine, SteppedSession
+from tests.integration.replay import random_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[SteppedEngine]:
+    engine = SteppedEngine(tiny_model)
+    yield engine
+    engine.close()
+
+
+def container_sizes(session: SteppedSession) -> dict[str, int]:
+    """Every container that holds something for this session, in the scheduler and in the worker."""
+    engine, record = session.engine, session.record
+    request, state = record.request, engine.runner.requests.get(session.id)
+    sizes = {
+        "segments": len(record.ledger.log.segments),
+        "tokens": len(request._all_token_ids),
+        "prompt": len(request.prompt_token_ids),
+        "output": len(request._output_token_ids),
+        "hashes": len(request.block_hashes),
+        "queue": len(request.streaming_queue),
+        "events": len(request.events),
+        "features": len(request.mm_features),
+        "requests": len(engine.scheduler.requests),
+        "skipped": len(engine.scheduler.skipped_waiting),
+        "finished": len(engine.scheduler.finished_req_ids),
+        "cached": len(engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].num_cached_block),
+    }
+    if state is not None:
+        sizes |= {
+            "worker prompt": len(state.prompt_token_ids),
+            "worker output": len(state.output_token_ids),
+            "worker blocks": len(state.block_ids[0]),
+        }
+    return sizes
+
+
+def test_a_thousand_chunks(engine: SteppedEngine) -> None:
+    free = engine.num_free_blocks()
+    session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=4)
+    limit = blocks_for(256, 16) + 1
+    peak: dict[str, int] = {}
+    warm: dict[str, int] = {}
+    seconds = []
+    for i, chunk in enumerate(random_chunks(1, 1000, 18, 24)):
+        start = time.perf_counter()
+        answer = session.push(chunk, logprobs=None)
+        seconds.append(time.perf_counter() - start)
+        assert answer.report is not None
+        assert answer.report.num_blocks <= limit
+        assert answer.report.resident_tokens <= 256
+        engine.events.events.clear()
+        sizes = container_sizes(session)
+        peak = {name: max(size, peak.get(name, 0)) for name, size in sizes.items()}
+        if i == 99:
+            warm = dict(peak)
+    # What the first hundred chunks reached, nine hundred more do not exceed (by more than one chunk's raggedness).
+    assert all(peak[name] <= warm[name] + 24 for name in peak), (warm, peak)
+    assert session.record.ledger.num_evictions > 900
+    early, late = statistics.median(seconds[50:250]), statistics.median(seconds[-200:])
+    assert late < 1.5 * early
+    session.close()
+    assert engine.num_free_blocks() == free
+    assert not engine.scheduler.sessions.records
+
+
+@pytest.mark.long
+def test_host_memory_has_no_slope_over_five_thousand_chunks(engine: SteppedEngine) -> None:
+    session = SteppedSession(engine, "long", retention=WINDOW, max_tokens=2)
+    process = psutil.Process()
+    resident = []
+    for i, chunk in enumerate(random_chunks(2, 5000, 18, 24)):
+        session.push(chunk, logprobs=None)
+        engine.events.events.clear()
+        if i >= 1000 and i % 100 == 0:
+            gc.collect()
+            resident.append(process.memory_info().rss)
+    slope, _ = statistics.linear_regression(range(len(resident)), resident)
+    assert slope / 100 < 200
+    session.close()

@@ -1,0 +1,108 @@
+"""The end of a session in every state: everything goes back, exactly once, and everybody else goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpolicy.core.states import SessionState
+from tests.integration.engine import SteppedEngine, SteppedSession
+from tests.integration.replay import random_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WINDOW = {"total_tokens": 128, "min_total_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def engine(short_range_model: Path) -> Iterator[SteppedEngine]:
+    engine = SteppedEngine(short_range_model, max_num_batched_tokens=32)
+    yield engine
+    engine.close()
+
+
+def abort_states() -> list[str]:
+    return ["waiting", "prefilling", "replying", "idle", "queued", "parked", "preempted", "consolidating"]
+
+
+@pytest.mark.parametrize("state", abort_states())
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_the_end_in_every_state_frees_everything(engine: SteppedEngine, state: str, how: str) -> None:
+    free = engine.num_free_blocks()
+    neighbour = SteppedSession(engine, "neighbour", retention=WINDOW)
+    neighbour.push([9] * 20)
+    session = SteppedSession(engine, f"{how}-{state}", retention=WINDOW, max_tokens=6)
+    bring_to(engine, session, state)
+    if how == "abort":
+        engine.abort(session.id)
+        engine.run_to_rest()
+        assert session.id not in engine.scheduler.requests
+    else:
+        session.close()
+    engine.outputs.pop(session.id, None)
+    assert session.id not in engine.scheduler.sessions.records
+    assert session.id not in engine.scheduler.requests
+    assert engine.scheduler.num_waiting_for_streaming_input == (neighbour.record.state is SessionState.IDLE)
+    assert len(neighbour.push([9] * 20).token_ids) == 4
+    neighbour.close()
+    assert engine.num_free_blocks() == free
+    assert len(engine.complete([5, 6]).token_ids) == 4
+    engine.step()
+    assert not engine.scheduler.has_requests()
+
+
+def bring_to(engine: SteppedEngine, session: SteppedSession, state: str) -> None:
+    """Bring a session into a state; into each but the first, after it has evicted."""
+    chunks = iter(random_chunks(5, 200, 18, 24))
+    if state == "waiting":
+        session.send(next(chunks))
+        return
+    for _ in range(12):
+        session.push(next(chunks))
+    session.rest()
+    assert session.record.ledger.num_evictions > 0
+    {
+        "prefilling": bring_to_prefill,
+        "replying": bring_to_reply,
+        "idle": lambda *_: None,
+        "queued": bring_to_queue,
+        "parked": lambda *_: engine.preempt_everything(),
+        "preempted": bring_to_preemption,
+        "consolidating": bring_to_consolidation,
+    }[state](engine, session, chunks)
+    expected = {
+        "queued": SessionState.REPLYING,
+        "preempted": SessionState.PREFILLING,
+    }.get(state) or SessionState[state.upper()]
+    assert session.record.state is expected
+
+
+def bring_to_prefill(engine: SteppedEngine, session: SteppedSession, _: Iterator[list[int]]) -> None:
+    session.send([11] * 60)  # two steps of prefill
+    engine.step()
+    assert session.record.request in engine.scheduler.running
+
+
+def bring_to_reply(engine: SteppedEngine, session: SteppedSession, chunks: Iterator[list[int]]) -> None:
+    session.send(next(chunks))
+    engine.run_until(lambda: session.record.state is SessionState.REPLYING)
+
+
+def bring_to_queue(engine: SteppedEngine, session: SteppedSession, chunks: Iterator[list[int]]) -> None:
+    bring_to_reply(engine, session, chunks)
+    session.send(next(chunks))
+    session.send(next(chunks))
+
+
+def bring_to_preemption(engine: SteppedEngine, session: SteppedSession, chunks: Iterator[list[int]]) -> None:
+    bring_to_reply(engine, session, chunks)
+    engine.preempt_everything()
+
+
+def bring_to_consolidation(engine: SteppedEngine, session: SteppedSession, chunks: Iterator[list[int]]) -> None:
+    while session.record.state is not SessionState.CONSOLIDATING:
+        session.push(next(chunks))
+    engine.step()
