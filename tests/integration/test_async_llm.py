@@ -304,6 +304,113 @@ def test_a_stream_that_ends_without_a_chunk_costs_nothing(engine: AsyncLLM, run:
     run(use())
 
 
+def test_a_cancelled_push_does_not_repeat_the_system_prompt(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async with engine.open_session(
+            system_prompt="You are a bot.", retention=WINDOW, sampling_params=exact(30)
+        ) as session:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.push("hello"), timeout=0.005)
+            while session.stats().num_chunks == 0:  # noqa: ASYNC110 - a session has no event for it
+                await asyncio.sleep(0.01)
+            before = session.stats().resident_tokens
+            await session.push("hello")
+            # The system prompt alone has more tokens than a later turn of one word.
+            assert session.stats().resident_tokens - before < before + 30
+
+    run(use())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "params", "error"),
+    [
+        ([6] * 600, {}, ChunkRefusedError),
+        ([999_999], {}, PolicyUsageError),
+        ([6] * 10, {"logprobs": 1000}, PolicyUsageError),
+    ],
+    ids=["longer than the context", "id outside the vocabulary", "parameter that the engine refuses"],
+)
+def test_what_the_engine_would_not_take_in_leaves_the_session_usable(
+    engine: AsyncLLM, run: Run[None], chunk: list[int], params: dict[str, Any], error: type[Exception]
+) -> None:
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4)) as session:
+            await session.push([5] * 20)
+            with pytest.raises(error):
+                await session.push(chunk, sampling_params=exact(4, **params))
+            assert len((await session.push([6] * 20)).token_ids) == 4
+
+    run(use())
+
+
+def test_the_seed_of_each_chunk_takes_effect(engine: AsyncLLM, run: Run[None]) -> None:
+    """The same chunk with the same seed gets the same reply, whatever seed (or none) the chunk before had."""
+
+    def seeded(seed: int | None) -> SamplingParams:
+        return SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True)
+
+    async def one(first: SamplingParams) -> tuple[int, ...]:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(1)) as session:
+            await session.push([5] * 20, sampling_params=first)
+            return (await session.push([6] * 20, sampling_params=seeded(7))).token_ids
+
+    async def use() -> None:
+        first = await one(exact(1))
+        assert await one(exact(1)) == first
+        seed = seeded(1)
+        seed.max_tokens = 1  # nothing of a reply of one token is kept, so both sessions hold the same
+        assert await one(seed) == first
+
+    run(use())
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.05])
+def test_an_abort_from_outside_ends_the_session(engine: AsyncLLM, run: Run[None], wait_s: float) -> None:
+    async def use() -> None:
+        session = engine.open_session(retention=WINDOW, sampling_params=exact(4))
+        await session.push([5] * 20)
+        await engine.abort(session.id)
+        await asyncio.sleep(wait_s)
+        with pytest.raises((SessionFailedError, SessionClosedError)):
+            await asyncio.wait_for(session.push([6] * 20), 10)
+        await asyncio.wait_for(session.close(), 10)
+        assert not engine.output_processor.request_states
+        assert len(await ordinary(engine, [5, 6])) == 4
+
+    run(use())
+
+
+def test_an_input_stream_that_raises_ends_with_its_own_exception(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use(num_chunks: int) -> None:
+        async def stream() -> AsyncGenerator[StreamingInput, None]:
+            for _ in range(num_chunks):
+                yield StreamingInput(prompt=TokensPrompt(prompt_token_ids=[5] * 20))
+            raise KeyError("mine")
+
+        params = exact(4, extra_args={"streaming_retention": WINDOW}, output_kind=RequestOutputKind.DELTA)
+        with pytest.raises(KeyError, match="mine"):
+            _ = [output async for output in engine.generate(stream(), params, f"raises-{num_chunks}")]
+        await asyncio.sleep(0.1)
+        assert not engine.output_processor.request_states
+        assert len(await ordinary(engine, [5, 6])) == 4
+
+    for num_chunks in range(3):
+        run(use(num_chunks))
+
+
+def test_a_configuration_without_our_classes_is_refused(tiny_model: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    with pytest.raises(PolicyUsageError, match="scheduler_cls"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(tiny_model)))
+
+
+@pytest.mark.parametrize("priority", [1.5, True, "high"])
+def test_a_priority_is_an_integer(engine: AsyncLLM, priority: Any) -> None:
+    with pytest.raises(PolicyUsageError, match="priority"):
+        engine.open_session(priority=priority)
+
+
 def test_the_default_compilation_mode(runner: asyncio.Runner, tiny_model: Path) -> None:
     """Not eager: the compiled graph reads the positions that the runner shifted. Same tokens as the eager engine."""
 

@@ -54,6 +54,16 @@ def test_the_end_in_every_state_frees_everything(engine: SteppedEngine, state: s
     assert not engine.scheduler.has_requests()
 
 
+def test_a_session_closed_while_it_consolidates_is_gone_at_once(engine: SteppedEngine) -> None:
+    session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=6)
+    bring_to(engine, session, "consolidating")
+    engine.send("a", [0], session.params(), resumable=False)  # what close() sends
+    assert "a" not in engine.scheduler.requests
+    assert "a" not in engine.scheduler.sessions.records
+    engine.run_to_rest()
+    engine.outputs.clear()
+
+
 def bring_to(engine: SteppedEngine, session: SteppedSession, state: str) -> None:
     """Bring a session into a state; into each but the first, after it has evicted."""
     chunks = iter(random_chunks(5, 200, 18, 24))

@@ -162,6 +162,39 @@ def test_a_refused_chunk_changes_nothing(engine: SteppedEngine) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_refusal_comes_before_the_reply_to_the_next_chunk(engine: SteppedEngine, max_tokens: int) -> None:
+    """An idle session gets a chunk that is refused and one that is not, before the next step."""
+    session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=max_tokens)
+    session.push([7] * 20)
+    session.send([8] * 120)
+    session.send([9] * 10)
+    refused = engine.answer("a")
+    assert (refused.stop_reason, refused.token_ids) == ("kvpolicy:chunk_too_long", ())
+    assert len(engine.answer("a").token_ids) == max_tokens
+    session.close()
+
+
+def test_an_idle_session_is_parked_before_a_running_request_is_preempted(engine: SteppedEngine) -> None:
+    """A waiting request that nothing can help must not keep the running ones from an idle session's blocks."""
+    session = SteppedSession(engine, "idle", retention={"total_tokens": 200, "min_total_tokens": 64}, max_tokens=2)
+    session.push([7] * 46)  # 3 of 24 blocks
+    engine.send("r1", [5] * 155, greedy(60), resumable=False)  # grows from 10 to 14 blocks
+    engine.send("r2", [6] * 140, greedy(30), resumable=False)  # grows from 9 to 11
+    engine.step()
+    engine.send("head", [9] * 240, greedy(2), resumable=False)  # 16 blocks: parking 3 does not help it
+    running = [engine.scheduler.requests[name] for name in ("r1", "r2")]
+    engine.run_until(lambda: session.record.state is SessionState.PARKED, limit=40)
+    assert not any(request.num_preemptions for request in running)
+
+
+@pytest.mark.parametrize("value", [{}, {"ordinal": 0}, {"ordinal": 0, "final": True}, {"ordinal": "x"}, 3])
+def test_our_own_key_in_an_ordinary_request_stops_nothing(engine: SteppedEngine, value: object) -> None:
+    engine.send("x", [5, 6], greedy(2, extra_args={"kvpolicy": value}), resumable=False)
+    engine.run_to_rest()
+    assert engine.is_answered("x")
+
+
 def test_whatever_one_session_raises_ends_that_session_only(
     engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from attrs import asdict
 
 from kvpolicy.cli import streams
@@ -14,8 +19,6 @@ from .runs import row
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 class Recorder:
@@ -94,6 +97,27 @@ def test_a_silent_child_times_out_and_is_ended(tmp_path: Path, monkeypatch: pyte
 
     assert run.end.outcome is Outcome.TIMED_OUT
     assert run.wall_s < 60
+
+
+def test_a_child_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """A parent starts a child that waits for its job for ever, says its id, and is killed."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, signal, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'kvpolicy.cli.stream_child', str(os.getpid())],\n"
+        "    stdin=sys.stdin, start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n",
+        encoding="utf-8",
+    )
+    waiting, never_written = os.pipe()
+    command = [sys.executable, str(script)]
+    with os.fdopen(waiting) as stdin, os.fdopen(never_written, "w"):
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
+
+    # That it returned is the proof: the child held the output pipe, too.
+    assert done.returncode == -signal.SIGKILL
+    assert int(done.stdout) > 0
 
 
 def test_what_a_user_set_stays(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -88,7 +88,6 @@ def test_a_long_session_of_any_kind(setup: Setup, seed: int) -> None:
             session.park()
 
 
-@settings(max_examples=100)
 @given(setups(), st.integers(1, 80))
 def test_a_consolidation_is_not_needed_again_until_enough_was_evicted(setup: Setup, num_tokens: int) -> None:
     """Right after one, the distance from the total to the threshold has to be evicted first."""
@@ -121,9 +120,8 @@ def test_a_plan_is_pure_and_short(*, setup: Setup, num_tokens: int, resident: bo
     assert sum(isinstance(step, Evict) for step in plan.steps) <= len(before.log.segments) + 1
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_session_of_a_thousand_chunks_stays_as_small_as_one_of_a_hundred(block_size: int, seed: int) -> None:
+@pytest.mark.parametrize(("block_size", "seed"), [(16, 0), (32, 1)])
+def test_a_session_of_five_hundred_chunks_stays_as_small_as_one_of_a_hundred(block_size: int, seed: int) -> None:
     source = random.Random(seed)
     session = ModelSession(
         Setup(
@@ -134,7 +132,7 @@ def test_a_session_of_a_thousand_chunks_stays_as_small_as_one_of_a_hundred(block
         )
     )
     sizes = []
-    for _ in range(1000):
+    for _ in range(500):
         chunk = ChunkShape(source.randint(1, 150), 24, media=source.choice([(), ("image",)]))
         assert session.push(chunk)
         sizes.append((session.ledger.num_tokens, len(session.ledger.log.segments)))
@@ -144,7 +142,7 @@ def test_a_session_of_a_thousand_chunks_stays_as_small_as_one_of_a_hundred(block
     early, late = sizes[50:100], sizes[100:]
     assert max(tokens for tokens, _ in late) <= 1024 - 24
     assert max(segments for _, segments in late) <= max(segments for _, segments in early) + 20
-    assert session.ledger.num_evicted_tokens > 50_000
+    assert session.ledger.num_evicted_tokens > 25_000
     assert session.ledger.num_consolidations > 5
 
 

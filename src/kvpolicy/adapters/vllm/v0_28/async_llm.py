@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from vllm.exceptions import VLLMClientError
 from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor
 from kvpolicy.adapters.vllm.v0_28.session import Session
@@ -23,11 +24,12 @@ from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, ChunkMarker
 from kvpolicy.core.budget import RetentionBudget
-from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.protocol import StreamingInput
+    from vllm.inputs import TokensPrompt
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -80,6 +82,8 @@ class AsyncLLM(StockAsyncLLM):
             names = sorted({*arguments, *(["model"] if model else []), *(["max_sessions"] if max_sessions else [])})
             reason = f"vllm_config: expected no engine arguments beside it, got {', '.join(names)}"
             raise PolicyUsageError(reason)
+        else:
+            require_session_config(vllm_config)
         self._handler_may_run = False
         self._sent_chunks: WeakKeyDictionary[RequestOutputCollector, int] = WeakKeyDictionary()
         super().__init__(
@@ -120,6 +124,8 @@ class AsyncLLM(StockAsyncLLM):
         Raises:
             PolicyUsageError: every reason why such a session cannot be.
         """
+        if type(priority) is not int:
+            raise PolicyUsageError(f"priority: expected an integer, got {priority!r}")
         params = sampling_params or SamplingParams(temperature=0.0, max_tokens=DEFAULT_REPLY_TOKENS)
         params = copy(params)
         params.output_kind = RequestOutputKind.DELTA
@@ -147,6 +153,24 @@ class AsyncLLM(StockAsyncLLM):
         checked = copy(params)
         checked.output_kind = RequestOutputKind.DELTA
         return checked
+
+    async def check_chunk(self, prompt: TokensPrompt, params: SamplingParams) -> None:
+        """Raise if the engine would not even take in a chunk: in mid-stream that would end the session.
+
+        Raises:
+            ChunkRefusedError: it is longer than the context limit allows.
+            PolicyUsageError: a token id or a parameter that this model cannot have.
+        """
+        num_tokens, limit = len(prompt["prompt_token_ids"]), self.model_config.max_model_len
+        if num_tokens >= limit:
+            message = f"chunk: expected fewer tokens than the context limit {limit}, got {num_tokens}; send it in parts"
+            raise ChunkRefusedError("chunk_too_long", message)
+        try:
+            self.input_processor.process_inputs(
+                request_id="check", prompt=prompt, params=params, supported_tasks=await self.get_supported_tasks()
+            )
+        except (ValueError, VLLMClientError) as error:
+            raise PolicyUsageError(f"chunk: the engine refuses it: {error}") from error
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any

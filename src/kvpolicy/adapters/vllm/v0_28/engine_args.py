@@ -56,11 +56,29 @@ def checked_config(engine_args: AsyncEngineArgs) -> VllmConfig:
         PolicyUsageError: every reason why sessions cannot run under it.
     """
     config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    require_session_config(config)
+    return config
+
+
+def require_session_config(config: VllmConfig) -> None:
+    """Check a ready engine configuration.
+
+    Raises:
+        PolicyUsageError: every reason why sessions cannot run under it.
+    """
     reasons = list(config_errors(config))
+    seams = (
+        ("scheduler_cls", config.scheduler_config.scheduler_cls, (_SCHEDULER,)),
+        ("worker_cls", config.parallel_config.worker_cls, (_CPU_WORKER, _GPU_WORKER)),
+    )
+    reasons += [
+        f"{name}: sessions need {' or '.join(ours)}, got {value!r}; pass engine arguments to AsyncLLM instead"
+        for name, value, ours in seams
+        if value not in ours
+    ]
     try:
         SessionOptions.from_config(config)
     except PolicyUsageError as error:
         reasons += error.reasons
     if reasons:
         raise PolicyUsageError(reasons)
-    return config

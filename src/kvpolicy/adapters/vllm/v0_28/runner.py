@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from kvpolicy.kernels.generators import seeded_generator
 from kvpolicy.kernels.rope_shift import add_row_shift, shift_by_row
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 
 class RopeShiftMixin:
@@ -19,6 +21,13 @@ class RopeShiftMixin:
     positions: Any
     req_indices: Any
     input_batch: Any
+    device: Any
+
+    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
+        """Take over a session's chunk, its random generator included (the stock runner keeps the first chunk's)."""
+        state = super()._update_streaming_request(req_id, new_req_data)  # type: ignore[misc] # likewise
+        state.generator = seeded_generator(new_req_data.sampling_params.seed, self.device)
+        return state
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc] # the runner it is mixed into has it

@@ -90,23 +90,21 @@ class SessionScheduler(Scheduler):
 
     def _take(self, request: Request, record: SessionRecord | None, marker: ChunkMarker | None) -> None:
         if record is None:
-            if not request.resumable:
-                return  # the end of input of a session that has already ended
             self._open(request, marker)
             return
         update = StreamingUpdate.from_request(request)
-        if not record.is_idle:
-            record.request.streaming_queue.append(update)
-        elif update is None:
+        if update is None and (record.is_idle or record.discards_sample) and not record.request.streaming_queue:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        elif not record.is_idle:
+            record.request.streaming_queue.append(update)
         else:
             self._leave_idle(record)
             record.request.streaming_queue.append(update)
             self._settle(record)
 
     def _open(self, request: Request, marker: ChunkMarker | None) -> None:
-        if marker is not None and marker.ordinal > 0:
-            # A chunk that was on its way when its session ended: it must not come back as a request without owner.
+        if marker is not None and (marker.ordinal > 0 or marker.final):
+            # On its way when its session ended: it must not come back as a request that nobody can abort.
             self._answer(request, FinishReason.ABORT, Refuse("session_ended", "this session has already ended"))
             return
         if request.request_id in self.requests:
@@ -175,14 +173,18 @@ class SessionScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process a step, then let the sessions that came to rest in it go on."""
+        # What was answered since the last step comes before this step's tokens: replies keep the order of their chunks.
+        earlier, self._answers = self._answers, []
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self._reports:
             self._attach_reports(outputs)
         settling, self._settling = self._settling, []
         for record in settling:
             self._guarded(record.request, partial(self._come_to_rest, record))
-        answers, self._answers = self._answers, []
-        for client_index, answer in answers:
+        later, self._answers = self._answers, []
+        for client_index, answer in reversed(earlier):
+            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.insert(0, answer)
+        for client_index, answer in later:
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(answer)
         return outputs
 
@@ -277,8 +279,9 @@ class SessionScheduler(Scheduler):
 
     def _parking_victims(self, head: Request | None, candidates: dict[str, SessionRecord]) -> list[str]:
         sessions = [self.sessions.as_idle(record) for record in candidates.values()]
-        need = self._missing_blocks(head)
-        victims = [session.request_id for session in rank_idle_sessions(sessions, need)]
+        # Where nothing helps the waiting request, the running ones still come before idle sessions.
+        victims_of = (rank_idle_sessions(sessions, self._missing_blocks(request)) for request in (head, None))
+        victims = [session.request_id for session in next(filter(None, victims_of), ())]
         slots_taken = len(self.running) + self.num_waiting_for_streaming_input
         if head is not None and slots_taken >= self.max_num_running_reqs and not victims:
             idle = [s for s in sessions if candidates[s.request_id].state is SessionState.IDLE]

@@ -86,6 +86,7 @@ class _Pending:
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
+            self.future.exception()  # a caller that has stopped waiting will not ask: that is no fault to be logged
 
 
 class Session:
@@ -101,7 +102,7 @@ class Session:
         self._encoder = encoder
         self._params = params
         self._priority = priority
-        self._inputs: asyncio.Queue[StreamingInput | None] = asyncio.Queue(maxsize=1)
+        self._inputs: asyncio.Queue[StreamingInput | None] = asyncio.Queue()
         self._pump: asyncio.Task[None] | None = None
         self._pending: _Pending | None = None
         self._ended: Exception | None = None
@@ -123,14 +124,14 @@ class Session:
         self._require_ready()
         params = self._engine.checked_session_params(sampling_params or self._params)
         prompt = TokensPrompt(prompt_token_ids=self._tokens(turn))
+        await self._engine.check_chunk(prompt, params)
+        self._require_ready()
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name=self.id)
         pending = self._pending = _Pending()
         await self._inputs.put(StreamingInput(prompt=prompt, sampling_params=params))
         # Shielded: a caller that stops waiting does not take away the place where the reply will be put.
-        reply = await asyncio.shield(pending.future)
-        self._encoder.sent()
-        return reply
+        return await asyncio.shield(pending.future)
 
     def stats(self) -> SessionStats:
         """Return the session's counts as of its last reply."""
@@ -220,6 +221,8 @@ class Session:
         if report is not None:
             self._count(report, pending)
         error = _error_of(completion, report)
+        if error is None:
+            self._encoder.sent()
         if error is not None:
             if not isinstance(error, ChunkRefusedError):
                 self._ended = error

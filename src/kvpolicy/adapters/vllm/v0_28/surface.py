@@ -101,6 +101,7 @@ SURFACE: tuple[PrivateName, ...] = (
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
         _prepare_inputs="self scheduler_output num_scheduled_tokens",
+        _update_streaming_request="self req_id new_req_data",
     ),
     *_attributes("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "positions req_indices input_batch"),
     *_methods("vllm.v1.worker.cpu_worker", "CPUWorker", init_device="self"),

