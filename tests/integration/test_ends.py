@@ -64,6 +64,29 @@ def test_a_session_closed_while_it_consolidates_is_gone_at_once(engine: SteppedE
     engine.outputs.clear()
 
 
+def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: SteppedEngine) -> None:
+    """Where blocks are short it is given up: the session is parked, and consolidated by its next chunk anyway."""
+    other = SteppedSession(engine, "other", retention=WINDOW)
+    other.push([9] * 60)
+    session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=6)
+    chunks = iter(random_chunks(5, 200, 18, 24))
+    session.push(next(chunks))
+    while not session.record.discards_sample:
+        session.push(next(chunks))
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    engine.run_to_rest()
+    assert session.record.state is SessionState.PARKED
+    assert other.record.state is SessionState.IDLE
+    pool.free_blocks(taken)
+    answer = session.push(next(chunks))
+    assert len(answer.token_ids) == 6
+    assert answer.report is not None
+    assert answer.report.num_parks == 1
+    session.close()
+    other.close()
+
+
 def bring_to(engine: SteppedEngine, session: SteppedSession, state: str) -> None:
     """Bring a session into a state; into each but the first, after it has evicted."""
     chunks = iter(random_chunks(5, 200, 18, 24))

@@ -16,9 +16,10 @@ from vllm.v1.request import Request
 from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks, cut_range
 from kvpolicy.core.errors import EngineContractError, InvariantError
 from kvpolicy.core.spaces import TokenRange
+from tests.fakes.contracts import check_block_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 BLOCK = 16
 NUM_BLOCKS = 41  # one of them is the null block
@@ -83,6 +84,16 @@ def world() -> World:
 
 
 TOKENS = list(range(100, 100 + 6 * BLOCK + 5))
+
+
+def test_the_real_table_keeps_the_ports_contract() -> None:
+    def make(requests: Mapping[str, int]) -> EngineBlocks:
+        world = World()
+        for ordinal, (request_id, num_tokens) in enumerate(requests.items()):
+            world.run(request_id, range(1000 * ordinal, 1000 * ordinal + num_tokens))
+        return world.blocks
+
+    check_block_table(make, block_size=BLOCK)
 
 
 def test_a_subset_is_freed_and_the_table_compacted(world: World) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from attrs import asdict
 
 from kvpolicy.cli import streams
@@ -19,6 +18,8 @@ from .runs import row
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 class Recorder:

@@ -177,13 +177,9 @@ class AsyncLLM(StockAsyncLLM):
     ) -> RequestOutputCollector:
         """Add a request; the parameters of a session are checked before anything is sent."""
         if isinstance(prompt, AsyncGenerator):
-            self._check_stream_params(params)
+            self.checked_session_params(params)
             prompt = self._checked_stream(prompt)
         return await super().add_request(request_id, prompt, params, *args, **kwargs)
-
-    def _check_stream_params(self, params: SamplingParams) -> None:
-        """Raise if a chunk cannot have these parameters (the caller's choice of output kind is left alone)."""
-        self.checked_session_params(params)
 
     async def _checked_stream(
         self, stream: AsyncGenerator[StreamingInput, None]
@@ -191,7 +187,7 @@ class AsyncLLM(StockAsyncLLM):
         async with aclosing(stream):
             async for chunk in stream:
                 if chunk.sampling_params is not None:
-                    self._check_stream_params(chunk.sampling_params)
+                    self.checked_session_params(chunk.sampling_params)
                 yield chunk
 
     async def _add_streaming_input_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:

@@ -185,6 +185,8 @@ def append_chunk(request: Request, update: StreamingUpdate) -> None:
     request.max_tokens = update.max_tokens
     request.arrival_time = update.arrival_time
     request.stop_reason = None
+    # Statistics of a prefill are kept for the first try only: that count, too, begins anew with a chunk.
+    request.num_preemptions = 0
     stats = PrefillStats()
     stats.set(
         num_prompt_tokens=request.num_prompt_tokens,

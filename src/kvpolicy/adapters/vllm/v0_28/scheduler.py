@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from functools import partial
 from itertools import chain
@@ -15,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
 from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, config_errors
-from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents
+from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
 from kvpolicy.adapters.vllm.v0_28.options import SessionOptions
 from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
 from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
@@ -28,12 +27,10 @@ from kvpolicy.core.spaces import blocks_for
 from kvpolicy.core.states import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-
-_LOG = logging.getLogger("kvpolicy.sessions")
 
 
 class SessionScheduler(Scheduler):
@@ -122,7 +119,10 @@ class SessionScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002 - stock signature
         """Make room by parking idle sessions if need be, then schedule as usual."""
         if self.sessions.records:
-            self._relieve_pressure()
+            try:
+                self._relieve_pressure()
+            except Exception:  # noqa: BLE001 - parking helps, but no session may stop a step
+                log_fault("parking.failed")
         return super().schedule(throttle_prefills)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -256,10 +256,28 @@ class SessionScheduler(Scheduler):
         if not idle_records:
             return
         head = self._next_waiting()
+        if head is not None and self._gives_up_consolidation(head):
+            head = self._next_waiting()
         candidates = {r.request.request_id: r for r in idle_records if r.request is not head}
         for request_id in self._parking_victims(head, candidates):
             record = candidates[request_id]
             self._guarded(record.request, partial(self._park, record))
+
+    def _gives_up_consolidation(self, head: Request) -> bool:
+        """Park a session that consolidates ahead of time but lacks the blocks for it; return whether that was done.
+
+        That work can wait for the session's next chunk; it must not take blocks from others.
+        """
+        record = self.sessions.records.get(head.request_id)
+        if record is None or not record.discards_sample or self._missing_blocks(head) <= 0:
+            return False
+        self.waiting.remove_requests([head])
+        self.skipped_waiting.remove_requests([head])
+        return self._guarded(head, partial(self._park_consolidating, record))
+
+    def _park_consolidating(self, record: SessionRecord) -> None:
+        self.sessions.park(record)
+        self._settle(record)
 
     def _next_waiting(self) -> Request | None:
         """Return the request that the engine will try to schedule first, idle sessions apart."""
@@ -320,10 +338,6 @@ class SessionScheduler(Scheduler):
                     self._guarded(record.request, partial(self._park, record))
         return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """Finish requests; a session that is ended while idle leaves its queue like any other."""
-        return list(super().finish_requests(request_ids, finished_status))
-
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> tuple[Any, Any]:  # noqa: FBT001, FBT002 - stock signature
         freed: tuple[Any, Any] = super()._free_request(request, delay_free_blocks)
         self.sessions.close(request.request_id)
@@ -360,6 +374,7 @@ class SessionScheduler(Scheduler):
             SessionFailed(request_id=request.request_id, code=refusal.code, message=refusal.message)
         )
         self._answer(request, FinishReason.ERROR, refusal)
+        self.sessions.fail(request.request_id)
         # The request may be a chunk's message: what lives in the queues is the session's own request.
         live = self.requests.get(request.request_id)
         if live is None or live.is_finished():
@@ -377,7 +392,7 @@ class SessionScheduler(Scheduler):
         try:
             hook()
         except Exception as error:  # noqa: BLE001 - the one place that must: nothing may stop the engine for others
-            _LOG.exception("session.failed request_id=%s", request.request_id)
+            log_fault("hook.failed", request_id=request.request_id)
             self._end(request, Refuse("internal_error", f"{type(error).__name__}: {error}"))
             return False
         return True

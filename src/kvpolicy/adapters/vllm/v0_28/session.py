@@ -217,18 +217,20 @@ class Session:
         if completion.finish_reason is None:
             return
         report = ChunkReport.from_wire(output.kv_transfer_params)
+        error = _error_of(completion, report)
+        reply = None if error is not None or report is None else _reply(pending, completion, report)
         self._pending = None
         if report is not None:
             self._count(report, pending)
-        error = _error_of(completion, report)
-        if error is None:
-            self._encoder.sent()
-        if error is not None:
+        if reply is None:
+            error = error or SessionFailedError("no_report", "the engine sent no report: is the scheduler ours?")
             if not isinstance(error, ChunkRefusedError):
                 self._ended = error
             pending.fail(error)
-        elif not pending.future.done():
-            pending.future.set_result(_reply(pending, completion, report))
+            return
+        self._encoder.sent()
+        if not pending.future.done():
+            pending.future.set_result(reply)
 
     def _count(self, report: ChunkReport, pending: _Pending) -> None:
         old = self._stats
@@ -259,10 +261,7 @@ def _error_of(completion: CompletionOutput, report: ChunkReport | None) -> Excep
     return ChunkRefusedError(code, message) if refused else None
 
 
-def _reply(pending: _Pending, completion: CompletionOutput, report: ChunkReport | None) -> Reply:
-    if report is None:
-        message = "the engine sent no report with a reply: is the scheduler ours?"
-        raise SessionFailedError("no_report", message)
+def _reply(pending: _Pending, completion: CompletionOutput, report: ChunkReport) -> Reply:
     ended_s = time.perf_counter()
     return Reply(
         chunk=report.chunk,

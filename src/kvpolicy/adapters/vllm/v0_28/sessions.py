@@ -30,6 +30,7 @@ from kvpolicy.core.fold import (
     Consolidate,
     DropTail,
     Evict,
+    FoldPlan,
     Refuse,
     consolidates_next,
     plan_fold,
@@ -128,26 +129,16 @@ class SessionBook:
 
     def fold(self, record: SessionRecord, update: StreamingUpdate) -> Refuse | None:
         """Fold a chunk into an idle or parked session, or return why it is refused (nothing has changed then)."""
-        shape = ChunkShape(len(update.prompt_token_ids or ()), update.max_tokens)
-        refusal = self._parameter_refusal(record, update)
-        if refusal is None:
-            plan = plan_fold(
-                record.ledger,
-                shape,
-                budget=record.budget,
-                limits=self.limits,
-                num_computed=self._num_kept(record),
-                resident=record.state is SessionState.IDLE,
-            )
+        plan = self._plan(record, update)
+        if plan.refusal is not None:
             refusal = plan.refusal
-        if refusal is not None:
             self.events.emit(
                 ChunkRefused(request_id=record.request.request_id, code=refusal.code, message=refusal.message)
             )
             return refusal
         for step in plan.steps:
             self._carry_out(record, step, update)
-        record.last_chunk = shape
+        record.last_chunk = shape = _shape_of(update)
         record.advance(SessionInput.CHUNK)
         self.events.emit(
             ChunkFolded(
@@ -158,6 +149,20 @@ class SessionBook:
             )
         )
         return None
+
+    def _plan(self, record: SessionRecord, update: StreamingUpdate) -> FoldPlan:
+        """Return the core's plan, or a refusal where the parameters alone decide."""
+        refusal = self._parameter_refusal(record, update)
+        if refusal is not None:
+            return FoldPlan((refusal,), record.ledger)
+        return plan_fold(
+            record.ledger,
+            _shape_of(update),
+            budget=record.budget,
+            limits=self.limits,
+            num_computed=self._num_kept(record),
+            resident=record.state is SessionState.IDLE,
+        )
 
     def _parameter_refusal(self, record: SessionRecord, update: StreamingUpdate) -> Refuse | None:
         errors = list(sampling_errors(update.sampling_params))
@@ -247,6 +252,7 @@ class SessionBook:
             engine_state.drop_tail(record.request, keep, self.limits.block_size)
             record.ledger = record.ledger.reply_closed(keep)
         self.blocks.release(record.request)
+        record.discards_sample = False
         record.ledger = record.ledger.parked()
         record.advance(SessionInput.PARK)
         self.events.emit(SessionParked(request_id=record.request.request_id, num_blocks=num_blocks))
@@ -290,12 +296,19 @@ class SessionBook:
             message=refusal.message if refusal else None,
         )
 
+    def fail(self, request_id: str) -> None:
+        """Note that a session ends with an error; its request is freed next."""
+        record = self.records.get(request_id)
+        if record is not None and record.state is not SessionState.CLOSED:
+            record.advance(SessionInput.FAIL)
+
     def close(self, request_id: str) -> None:
         """Forget a session whose request has been freed."""
         record = self.records.pop(request_id, None)
         if record is not None:
-            record.advance(SessionInput.CLOSE)
-            record.advance(SessionInput.FREED)
+            if record.state is not SessionState.CLOSED:
+                record.advance(SessionInput.CLOSE)
+                record.advance(SessionInput.FREED)
             self.events.emit(SessionClosed(request_id=request_id, num_chunks=record.ledger.num_chunks))
 
     def rope_shift(self, request_id: str) -> int:
@@ -318,6 +331,10 @@ class SessionBook:
         if record.state is SessionState.PARKED:
             return record.ledger.num_tokens
         return int(record.request.num_computed_tokens)
+
+
+def _shape_of(update: StreamingUpdate) -> ChunkShape:
+    return ChunkShape(len(update.prompt_token_ids or ()), update.max_tokens)
 
 
 def retention_of(params: SamplingParams | None) -> Mapping[str, Any] | None:

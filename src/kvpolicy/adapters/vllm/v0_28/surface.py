@@ -68,7 +68,7 @@ SURFACE: tuple[PrivateName, ...] = (
         "Request",
         "_all_token_ids _output_token_ids prompt_token_ids num_prompt_tokens num_computed_tokens num_in_flight_tokens "
         "block_hashes cache_salt sampling_params max_tokens arrival_time stop_reason prefill_stats resumable "
-        "streaming_queue client_index priority status",
+        "streaming_queue client_index priority status num_preemptions",
     ),
     *_methods("vllm.v1.request", "Request", update_block_hashes="self"),
     *_attributes("vllm.v1.request", "StreamingUpdate", "prompt_token_ids max_tokens arrival_time sampling_params"),
@@ -91,6 +91,8 @@ SURFACE: tuple[PrivateName, ...] = (
         get_num_free_blocks="self",
     ),
     *_attributes("vllm.v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
+    *_attributes("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id ref_cnt is_null"),
+    *_methods("vllm.v1.core.sched.request_queue", "RequestQueue", remove_requests="self requests"),
     *_methods(
         "vllm.v1.metrics.stats",
         "PrefillStats",
