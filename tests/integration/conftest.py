@@ -39,5 +39,3 @@ def pytest_configure(config: pytest.Config) -> None:
     """Warnings are errors in our code; those that the engine's packages raise in their own are theirs."""
     for package in ("torch", "vllm", "transformers", "torchao", "importlib", "cpuinfo", "triton"):
         config.addinivalue_line("filterwarnings", rf"ignore:::{package}(\.|$)")
-    # Sockets that a stopped engine leaves to the garbage collector.
-    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -285,6 +285,8 @@ def test_a_session_without_retention_ends_with_an_error(engine: AsyncLLM, run: R
         with pytest.raises(SessionFailedError) as caught:
             await push_all()
         assert caught.value.code == "context_exhausted"
+        assert session.stats().num_chunks > 15  # what it held when its last reply ended
+        assert session.stats().resident_tokens > 400
         await session.close()
         assert len(await ordinary(engine, [5, 6])) == 4
 

@@ -64,6 +64,21 @@ def test_a_session_closed_while_it_consolidates_is_gone_at_once(engine: SteppedE
     engine.outputs.clear()
 
 
+def test_a_refused_chunk_does_not_hide_a_consolidation(engine: SteppedEngine) -> None:
+    """It happened since the last reply, so the next reply reports it, whatever was refused in between."""
+    session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=6)
+    bring_to(engine, session, "consolidating")
+    session.rest()
+    refused = session.push([9] * 200)
+    assert refused.stop_reason == "kvpolicy:chunk_too_long"
+    assert refused.report is not None
+    assert not refused.report.consolidated
+    answer = session.push([9] * 10)
+    assert answer.report is not None
+    assert answer.report.consolidated
+    session.close()
+
+
 def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: SteppedEngine) -> None:
     """Where blocks are short it is given up: the session is parked, and consolidated by its next chunk anyway."""
     other = SteppedSession(engine, "other", retention=WINDOW)

@@ -1,11 +1,10 @@
-"""The documentation: its links, its tables beside the code, its generated parts, and the Python that needs no engine."""
+"""The documentation: its links, its tables beside the code, its generated parts, and what runs without an engine."""
 
 from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -15,6 +14,9 @@ from kvpolicy.core import errors, events
 from kvpolicy.core.budget import RetentionBudget
 from kvpolicy.core.states import SessionState
 from tests.pages import DOCS, ROOT, anchors, blocks, generated, links, pages, python_blocks, python_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 REFERENCE = DOCS / "reference"
 ADAPTER = ROOT / "src" / "kvpolicy" / "adapters" / "vllm" / "v0_28"
@@ -147,7 +149,7 @@ def test_every_code_is_documented() -> None:
 
 def test_every_event_is_documented() -> None:
     documented = {
-        names(row[0])[0]: (names(row[1])[0], names(row[3])) for row in rows(REFERENCE / "events.md")
+        names(row[0])[0]: (names(row[1])[0], names(row[3])) for row in rows(REFERENCE / "events.md", "Events")
     }
     expected = {
         kind.name: (kind.__name__, [field.name for field in attrs.fields(kind) if field.name != "request_id"])
@@ -166,8 +168,13 @@ def test_the_log_levels_of_events() -> None:
         for key, value in zip(levels.keys, levels.values, strict=True)
         if key is not None
     }
-    for row in rows(REFERENCE / "events.md"):
+    for row in rows(REFERENCE / "events.md", "Events"):
         assert row[2] == special.get(names(row[1])[0], "info")
+
+
+def test_every_fault_is_documented() -> None:
+    text = (ADAPTER / "scheduler.py").read_text(encoding="utf-8")
+    assert set(first_names(REFERENCE / "events.md", "Faults")) == set(re.findall(r'log_fault\("([^"]+)"', text))
 
 
 def test_every_guard_is_documented() -> None:

@@ -69,6 +69,9 @@ def demo(  # noqa: PLR0913 - one per option
     block_size: Annotated[
         int, typer.Option(min=1, help="Tokens in a KV-cache block; evictions take whole blocks.")
     ] = 32,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Randomness of the replies, seeded by chunk number; 0 is greedy.")
+    ] = 0.8,
     dtype: Annotated[str, typer.Option(help="Data type of weights and cache: bfloat16, float32, ...")] = "bfloat16",
     kv_cache_mib: Annotated[
         int, typer.Option(min=1, help="KV-cache pool in MiB; must hold one request of the context limit.")
@@ -104,6 +107,7 @@ def demo(  # noqa: PLR0913 - one per option
         budget=budget,
         context=context,
         block_size=block_size,
+        temperature=temperature,
         dtype=dtype,
         kv_cache_bytes=kv_cache_mib * MIB,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from kvpolicy.cli.rows import Outcome
 
@@ -32,6 +32,8 @@ def plot_runs(ours: Run, stock: Run | None, folder: Path) -> tuple[Path, ...]:
     _draw_positions(axes[2], runs, ours)
     for ax in axes:
         _finish(ax, ours, stock)
+    _name_end(axes[0], stock)
+    axes[0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
     axes[-1].set_xlabel("chunk")
     axes[0].set_xlim(0, ours.settings.num_chunks + 1)
     figure.suptitle(_title(ours), x=0.01, ha="left", fontsize=13, fontweight="bold")
@@ -78,10 +80,9 @@ def _draw_ttft(ax: Any, runs: Sequence[Run]) -> None:  # noqa: ANN401 - matplotl
     for run in runs:
         _line(ax, run, [1000 * row.ttft_s for row in run.rows])
     ax.set_ylabel("time to first token (ms)")
-    # The first chunk pays for first-time work; drawn to scale it would flatten everything else.
-    shown = [1000 * row.ttft_s for run in runs for row in run.rows if row.chunk > 1]
-    if shown:
-        ax.set_ylim(0, 1.15 * max(shown))
+    # The first chunk and the consolidations take several times as long as the rest: a line would lie flat.
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
 
 
 def _draw_positions(ax: Any, runs: Sequence[Run], ours: Run) -> None:  # noqa: ANN401 - matplotlib's
@@ -94,7 +95,7 @@ def _draw_positions(ax: Any, runs: Sequence[Run], ours: Run) -> None:  # noqa: A
         ax.annotate(
             f"consolidation below {limit:.0f} ({ours.settings.consolidation_threshold:g} x trained range)",
             (ours.settings.num_chunks, limit),
-            (0, 4),
+            (0, 5),
             textcoords="offset points",
             ha="right",
             color=LIMIT,
@@ -118,19 +119,28 @@ def _finish(ax: Any, ours: Run, stock: Run | None) -> None:  # noqa: ANN401 - ma
     for i, row in enumerate(consolidated):
         label = "consolidation" if i == 0 else None
         ax.axvline(row.chunk, color=QUIET, linewidth=1, linestyle=":", zorder=0, label=label)
-    if stock is not None and stock.rows and stock.end.outcome is not Outcome.FINISHED:
-        last = stock.rows[-1].chunk
-        word = "dies" if stock.end.outcome is Outcome.DIED else "stops"
-        ax.annotate(
-            f"stock {word} at chunk {last + 1}",
-            (last, 0.04),
-            (10, 0),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            color=STOCK,
-        )
-        ax.axvline(last, color=STOCK, linewidth=0.8, linestyle=":", zorder=0)
+    if _ended(stock):
+        ax.axvline(stock.rows[-1].chunk, color=STOCK, linewidth=0.8, linestyle=":", zorder=0)
     ax.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="upper right", ncols=3)
+
+
+def _name_end(ax: Any, stock: Run | None) -> None:  # noqa: ANN401 - matplotlib's
+    """Write beside the last point of the stock run that it was the last."""
+    if not _ended(stock):
+        return
+    last = stock.rows[-1]
+    word = "dies" if stock.end.outcome is Outcome.DIED else "stops"
+    ax.annotate(
+        f"stock {word} at chunk {last.chunk + 1}",
+        (last.chunk, last.resident_tokens),
+        (12, -14),
+        textcoords="offset points",
+        color=STOCK,
+    )
+
+
+def _ended(run: Run | None) -> TypeGuard[Run]:
+    """Return whether a run ended before its stream did, with something to draw."""
+    return run is not None and bool(run.rows) and run.end.outcome is not Outcome.FINISHED

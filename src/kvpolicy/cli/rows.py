@@ -52,8 +52,8 @@ class StreamSettings:
     block_size: int = 32
     dtype: str = "bfloat16"
     system_prompt: str = SYSTEM_PROMPT
-    # At 1 a model as small as the demo's says for ever what it said first; much higher, it runs out of words.
-    repetition_penalty: float = 1.15
+    # 0 is greedy. A model as small as the demo's then says for ever what it said first.
+    temperature: float = 0.8
     consolidation_threshold: float = 0.7
     kv_cache_bytes: int = 128 * MIB
 
@@ -88,6 +88,13 @@ class StreamSettings:
             "enforce_eager": True,
             "disable_log_stats": True,
         }
+
+    def sampling(self) -> dict[str, Any]:
+        """Return arguments of vLLM's sampling parameters for a chunk, all but the seed."""
+        if self.temperature == 0:
+            return {"temperature": 0.0, "max_tokens": self.reply_tokens}
+        random = {"temperature": self.temperature, "top_p": 0.9, "repetition_penalty": 1.1}
+        return {**random, "max_tokens": self.reply_tokens}
 
     def retention(self) -> dict[str, Any]:
         """Return the session's budget: tokens alone decide, or the number of chunks would cut in first."""

@@ -100,12 +100,11 @@ async def _stream(baseline: Any, engine: Any, settings: StreamSettings, text: st
     session = baseline.open_session(
         engine,
         system_prompt=settings.system_prompt,
-        max_tokens=settings.reply_tokens,
-        repetition_penalty=settings.repetition_penalty,
+        sampling=settings.sampling(),
         retention=settings.retention(),
     )
     for number, chunk in enumerate(chunks, start=1):
-        reply = await session.push(chunk)
+        reply = await session.push(chunk, seed=number)
         row = _row(number, count(chunk), reply, position=session.next_position(), memory=measure())
         send("row", row=asdict(row))
     await session.close()

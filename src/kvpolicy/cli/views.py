@@ -188,7 +188,8 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, ...]]:
         ("engine start", *(f"{run.start_s:.0f} s" for run in runs)),
         ("whole run", *(f"{run.wall_s:.0f} s" for run in runs)),
     ]
-    if len(runs) > 1:
+    # Random replies are not comparable: the stock engine does not take a chunk's seed.
+    if len(runs) > 1 and runs[0].settings.temperature == 0:
         same, of = same_replies(runs[0], runs[1])
         lines.append(("same replies before eviction", f"{same} of {of}", ""))
     return lines

@@ -17,7 +17,7 @@ def test_help_of_the_demo_explains_every_option() -> None:
     for option in ("model", "text", "chunks", "chunk-tokens", "reply-tokens", "budget", "context", "block-size"):
         assert f"--{option} " in result.output
     assert "Unset: SmolLM2" in result.output
-    for option in ("dtype", "kv-cache-mib", "output", "json", "quick", "skip-stock"):
+    for option in ("temperature", "dtype", "kv-cache-mib", "output", "json", "quick", "skip-stock"):
         assert f"--{option} " in result.output
 
 

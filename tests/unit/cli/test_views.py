@@ -63,7 +63,7 @@ def test_long_replies_are_cut() -> None:
 
 def test_the_summary_puts_both_runs_side_by_side() -> None:
     died = RunEnd(outcome=Outcome.DIED, error="EngineDeadError", reason="ValueError: no room")
-    ours = run(*(row(chunk) for chunk in range(1, 31)))
+    ours = run(*(row(chunk) for chunk in range(1, 31)), temperature=0.0)
     stock = run(row(1), kind=EngineKind.STOCK, end=died, num_chunks=30)
 
     lines = {label: cells for label, *cells in summary_rows([ours, stock])}
@@ -72,6 +72,13 @@ def test_the_summary_puts_both_runs_side_by_side() -> None:
     assert lines["TTFT, median of chunks 5-25"] == ["100 ms", "-"]
     assert lines["same replies before eviction"] == ["1 of 1", ""]
     assert lines["how it ended"] == ["alive after 30 chunks", "engine died at chunk 2"]
+
+
+def test_random_replies_are_not_compared() -> None:
+    labels = [label for label, *_ in summary_rows([run(row(1)), run(row(1), kind=EngineKind.STOCK)])]
+
+    assert "chunks survived" in labels
+    assert "same replies before eviction" not in labels
 
 
 def test_the_summary_can_stand_alone() -> None:

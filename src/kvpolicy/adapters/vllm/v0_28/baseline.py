@@ -23,6 +23,7 @@ from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.options import SessionOptions
 from kvpolicy.adapters.vllm.v0_28.session import Reply, Session
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import SessionFailedError
 from kvpolicy.core.spaces import blocks_for
 
@@ -50,11 +51,12 @@ class StockSession:
         self._num_resident = 0
         self._num_chunks = 0
 
-    async def push(self, turn: str) -> Reply:
+    async def push(self, turn: str, *, seed: int) -> Reply:
         """Feed one chunk and return its reply.
 
-        Resident tokens are computed: all that was fed and said, without the last token of each reply, which
-        the engine samples but never puts into the cache.
+        Where sampling is random, the stock engine goes on with the random numbers of the first chunk's seed,
+        whatever later chunks ask for. Resident tokens are computed: all that was fed and said, without the last
+        token of each reply, which the engine samples but never puts into the cache.
 
         Raises:
             SessionFailedError: the engine ended the request.
@@ -63,7 +65,7 @@ class StockSession:
         tokens = self._encoder.encode(turn)
         started_s = time.perf_counter()
         await self._inputs.put(
-            StreamingInput(prompt=TokensPrompt(prompt_token_ids=tokens), sampling_params=self._params)
+            StreamingInput(prompt=TokensPrompt(prompt_token_ids=tokens), sampling_params=_with_seed(self._params, seed))
         )
         first_s, text, token_ids, completion = None, "", [], None
         async for output in self._outputs:
@@ -110,13 +112,14 @@ class StockSession:
 class BoundedSession:
     """Our session with the same three methods as ``StockSession``."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, params: SamplingParams) -> None:
         """Wrap a session."""
         self._session = session
+        self._params = params
 
-    async def push(self, turn: str) -> Reply:
+    async def push(self, turn: str, *, seed: int) -> Reply:
         """Feed one chunk and return its reply."""
-        return await self._session.push(turn)
+        return await self._session.push(turn, sampling_params=_with_seed(self._params, seed))
 
     async def close(self) -> None:
         """End the session."""
@@ -140,16 +143,23 @@ def open_session(
     engine: StockAsyncLLM,
     *,
     system_prompt: str,
-    max_tokens: int,
     retention: Mapping[str, Any],
-    repetition_penalty: float = 1.0,
+    sampling: Mapping[str, Any],
 ) -> StockSession | BoundedSession:
-    """Return a greedy session; retention is for ours alone."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, repetition_penalty=repetition_penalty)
+    """Return a session; retention is for ours alone, sampling are arguments of vLLM's ``SamplingParams``."""
+    params = SamplingParams(**sampling)
     if not isinstance(engine, AsyncLLM):
         return StockSession(engine, system_prompt=system_prompt, params=params)
     session = engine.open_session(system_prompt=system_prompt, retention=retention, sampling_params=params)
-    return BoundedSession(session)
+    params.extra_args = {RETENTION_KEY: dict(retention)}
+    return BoundedSession(session, params)
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    seeded = copy(params)
+    # Greedy sampling has no use for one, and a generator per request costs time.
+    seeded.seed = seed if params.temperature > 0 else None
+    return seeded
 
 
 def facts(engine: StockAsyncLLM) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Session:
         error = _error_of(completion, report)
         reply = None if error is not None or report is None else _reply(pending, completion, report)
         self._pending = None
-        if report is not None:
+        if report is not None and (error is None or isinstance(error, ChunkRefusedError)):
             self._count(report, pending)
         if reply is None:
             error = error or SessionFailedError("no_report", "the engine sent no report: is the scheduler ours?")

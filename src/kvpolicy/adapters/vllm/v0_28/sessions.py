@@ -275,9 +275,11 @@ class SessionBook:
 
     def report(self, record: SessionRecord, refusal: Refuse | None = None) -> ChunkReport:
         """Return the report of the chunk that has just been answered (or refused)."""
-        chunk, evicted, consolidated = record.num_answered, record.evicted_since_reply, record.consolidated_since_reply
+        chunk, evicted, consolidated = record.num_answered, 0, False
         record.num_answered += 1
-        record.evicted_since_reply, record.consolidated_since_reply = 0, False
+        if refusal is None:
+            evicted, record.evicted_since_reply = record.evicted_since_reply, 0
+            consolidated, record.consolidated_since_reply = record.consolidated_since_reply, False
         ledger = record.ledger
         return ChunkReport(
             chunk=chunk,
