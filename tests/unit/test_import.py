@@ -15,7 +15,7 @@ import kvpolicy
 
 PACKAGE = Path(kvpolicy.__file__).parent
 CORE_MODULES = sorted((PACKAGE / "core").glob("*.py"))
-ALLOWED = {"__future__", "attrs", "collections.abc", "enum", "kvpolicy.core", "math", "types", "typing"}
+ALLOWED = {"__future__", "attrs", "collections.abc", "enum", "hashlib", "kvpolicy.core", "math", "types", "typing"}
 HEAVY = {"torch", "vllm", "structlog", "numpy", "pydantic", "transformers", "triton", "fastapi"}
 
 SCRIPT = """
