@@ -80,6 +80,7 @@ def test_a_thousand_chunks(engine: SteppedEngine) -> None:
     assert all(peak[name] <= warm[name] + 24 for name in peak), (warm, peak)
     assert session.record.ledger.num_evictions > 900
     early, late = statistics.median(seconds[50:250]), statistics.median(seconds[-200:])
+    print(f"per chunk: {early * 1e3:.2f} ms early, {late * 1e3:.2f} ms late")
     assert late < 1.5 * early
     session.close()
     assert engine.num_free_blocks() == free
@@ -115,6 +116,7 @@ def test_host_memory_has_no_slope_over_five_thousand_chunks(engine: SteppedEngin
     tracemalloc.stop()
     slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(resident), 2)]
     rss_per_chunk = statistics.median(slopes) / 100
+    print(f"over 5,000 chunks: {per_chunk:.1f} Python bytes and {rss_per_chunk:.0f} resident bytes per chunk")
     assert abs(per_chunk) < 20
     assert rss_per_chunk < 200
     assert len(gc.get_objects()) <= num_objects + 100

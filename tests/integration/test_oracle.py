@@ -65,6 +65,7 @@ def test_logprobs_and_greedy_tokens_equal_the_oracles(
     engine: SteppedEngine, oracle: Oracle, retention: dict[str, Any]
 ) -> None:
     run = replay(engine, oracle, retention)
+    print(f"{run.num_steps} steps, {run.num_evictions} evictions, largest difference {run.worst:.1e}")
     assert run.num_evictions >= 3
     assert run.num_preemptions == 1
     assert run.num_greedy_misses == 0

@@ -50,6 +50,10 @@ def test_nothing_behind_a_hole_can_be_found_until_consolidation(engine: SteppedE
         if session.record.ledger.evicted_width:
             # The hole begins in the first block behind the anchor.
             assert num_hits(engine, session) <= 2 * 16
+            # Nor is a block behind it in the index under its present tokens, where a later lookup could come upon it.
+            pool = engine.scheduler.kv_cache_manager.block_pool
+            hashes = session.record.request.block_hashes[2:]
+            assert all(pool.get_cached_block(block_hash, [0]) is None for block_hash in hashes)
             num_gapped += 1
         elif session.record.ledger.num_consolidations:
             # Computed densely: the session would find (all but the last block of) its own window after a preemption.
