@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from attrs import asdict, evolve, fields, frozen
+from attrs import asdict, evolve, frozen
 
-from kvpolicy.core.checks import instance_errors, integer_errors, is_at_least, is_number, reject
+from kvpolicy.core.checks import from_mapping, integer_errors, is_at_least, is_number, reject
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.spaces import blocks_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # What a session may hold where nobody asked for a total (requirement R.15), if model and engine allow it.
 _DEFAULT_TOTAL_TOKENS = 7000
@@ -65,17 +67,7 @@ class RetentionBudget:
         Raises:
             PolicyUsageError: unknown keys, wrong types and impossible values, all at once.
         """
-        reject(instance_errors("budget", mapping, Mapping))
-        known = [attribute.name for attribute in fields(cls)]
-        reasons = [
-            f"budget: unknown key {key!r}; known keys: {', '.join(known)}" for key in mapping if key not in known
-        ]
-        try:
-            budget = cls(**{key: value for key, value in mapping.items() if key in known})
-        except PolicyUsageError as error:
-            raise PolicyUsageError([*reasons, *error.reasons]) from None
-        reject(reasons)
-        return budget
+        return from_mapping(cls, mapping, name="budget")
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the budget as a JSON-able mapping that ``from_mapping`` reads back."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+from attrs import AttrsInstance, fields
 
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_T = TypeVar("_T", bound=AttrsInstance)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -62,3 +67,20 @@ def reject(reasons: Iterable[str]) -> None:
     """
     if found := tuple(reasons):
         raise PolicyUsageError(found)
+
+
+def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, name: str) -> _T:
+    """Return the attrs value that a mapping (a JSON object, say) describes; what is left out has its default.
+
+    Raises:
+        PolicyUsageError: unknown keys, wrong types and impossible values, all at once.
+    """
+    reject(instance_errors(name, mapping, Mapping))
+    known = [attribute.name for attribute in fields(cls)]
+    reasons = [f"{name}: unknown key {key!r}; known keys: {', '.join(known)}" for key in mapping if key not in known]
+    try:
+        value = cls(**{key: value for key, value in mapping.items() if key in known})
+    except PolicyUsageError as error:
+        raise PolicyUsageError([*reasons, *error.reasons]) from None
+    reject(reasons)
+    return value

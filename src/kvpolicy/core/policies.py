@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
-from attrs import Factory, fields, frozen
+from attrs import Factory, frozen
 
-from kvpolicy.core.checks import instance_errors, integer_errors, reject
+from kvpolicy.core.checks import from_mapping, instance_errors, integer_errors, reject
 from kvpolicy.core.compaction import CompactionEvent
 from kvpolicy.core.draws import Draw, RingDraw, UniformDraw
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
@@ -92,16 +92,7 @@ class _BudgetedPolicy:
         Raises:
             PolicyUsageError: unknown keys, wrong types and impossible values, all at once.
         """
-        reject(instance_errors("policy options", mapping, Mapping))
-        known = [attribute.name for attribute in fields(cls)]
-        unknown = [key for key in mapping if key not in known]
-        reasons = [f"policy options: unknown key {key!r}; known keys: {', '.join(known)}" for key in unknown]
-        try:
-            policy = cls(**{key: value for key, value in mapping.items() if key in known})
-        except PolicyUsageError as error:
-            raise PolicyUsageError([*reasons, *error.reasons]) from None
-        reject(reasons)
-        return policy
+        return from_mapping(cls, mapping, name="policy options")
 
     def schedule(self, prompt_length: int) -> EventSchedule:
         """Return when a request with this prompt is compacted.

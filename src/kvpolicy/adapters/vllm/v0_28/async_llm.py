@@ -127,9 +127,8 @@ class AsyncLLM(StockAsyncLLM):
         if type(priority) is not int:
             raise PolicyUsageError(f"priority: expected an integer, got {priority!r}")
         params = sampling_params or SamplingParams(temperature=0.0, max_tokens=DEFAULT_REPLY_TOKENS)
-        params = copy(params)
-        params.output_kind = RequestOutputKind.DELTA
         if retention is not None:
+            params = copy(params)
             params.extra_args = {**(params.extra_args or {}), RETENTION_KEY: dict(retention)}
         params = self.checked_session_params(params)
         encoder = TurnEncoder(self.renderer.tokenizer, system_prompt, use_chat_template)
