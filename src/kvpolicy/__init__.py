@@ -1,12 +1,22 @@
-"""KV-cache eviction for LLM inference engines: bounded streaming sessions.
+"""KV-cache eviction for LLM inference engines: bounded streaming sessions, and policies for long generations.
 
-This package root is the pure core: values and planners, no engine. ``kvpolicy.adapters.vllm`` drives vLLM
-with it. Importing ``kvpolicy`` loads nothing but the standard library and attrs, and has no effect.
+This package root is the pure core: values, policies and planners, no engine. ``kvpolicy.adapters.vllm`` drives vLLM
+with it; ``kvpolicy.testing`` tests policies. Importing ``kvpolicy`` loads nothing but the standard library and attrs,
+and has no effect.
 """
 
 from __future__ import annotations
 
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors
+from kvpolicy.core.compaction import (
+    CompactionEvent,
+    HeadPlan,
+    Move,
+    expand,
+    retained_positions,
+    surviving_blocks,
+)
+from kvpolicy.core.draws import BlockDraw, Draw, RingDraw, UniformDraw
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -32,8 +42,20 @@ from kvpolicy.core.fold import (
     plan_fold,
 )
 from kvpolicy.core.ledger import SessionLedger
+from kvpolicy.core.policies import (
+    KVPolicy,
+    PolicyFactory,
+    PolicyRegistry,
+    RandKV,
+    RequestSnapshot,
+    SinkWindow,
+    built_in_policies,
+    due_event,
+)
+from kvpolicy.core.policy_options import policy_from
 from kvpolicy.core.positions import PositionMap
 from kvpolicy.core.ranking import IdleSession, rank_idle_sessions
+from kvpolicy.core.schedule import EventSchedule, block_schedule, token_schedule
 from kvpolicy.core.segments import Segment, SegmentKind, SegmentLog
 from kvpolicy.core.spaces import (
     BlockId,
@@ -52,27 +74,39 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Append",
+    "BlockDraw",
     "BlockId",
     "BlockSpan",
     "CapacityError",
     "ChunkRefusedError",
     "ChunkShape",
+    "CompactionEvent",
     "Consolidate",
+    "Draw",
     "DropTail",
     "EngineContractError",
+    "EventSchedule",
     "Evict",
     "FoldPlan",
     "FoldStep",
+    "HeadPlan",
     "IdleSession",
     "InvariantError",
     "KVIndex",
+    "KVPolicy",
     "KVPolicyError",
     "LogicalPosition",
     "MissingExtraError",
+    "Move",
+    "PolicyFactory",
+    "PolicyRegistry",
     "PolicyUsageError",
     "PositionMap",
+    "RandKV",
     "Refuse",
+    "RequestSnapshot",
     "RetentionBudget",
+    "RingDraw",
     "Segment",
     "SegmentKind",
     "SegmentLog",
@@ -82,17 +116,27 @@ __all__ = [
     "SessionLedger",
     "SessionLimits",
     "SessionState",
+    "SinkWindow",
     "Slot",
     "TokenRange",
+    "UniformDraw",
     "UnsupportedEngineError",
     "Victims",
     "__version__",
     "admission_errors",
     "align_inward",
+    "block_schedule",
     "blocks_for",
+    "built_in_policies",
     "consolidates_next",
+    "due_event",
+    "expand",
     "next_state",
     "oldest_victims",
     "plan_fold",
+    "policy_from",
     "rank_idle_sessions",
+    "retained_positions",
+    "surviving_blocks",
+    "token_schedule",
 ]

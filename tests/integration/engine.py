@@ -17,7 +17,14 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
-from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, ChunkReport
+from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
+from kvpolicy.adapters.vllm.v0_28.wire import (
+    INTERNAL_KEY,
+    RETENTION_KEY,
+    ChunkReport,
+    CompactionTotals,
+    RequestKey,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +59,8 @@ class Answer:
     stop_reason: int | str | None
     report: ChunkReport | None
     prefill: Any = None
+    result: Mapping[str, Any] | None = None
+    totals: CompactionTotals | None = None
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
@@ -64,7 +73,15 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 class SteppedEngine:
     """One engine core with our scheduler and worker (or, with ``stock``, vLLM's)."""
 
-    def __init__(self, model: Path, *, stock: bool = False, max_sessions: int | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        stock: bool = False,
+        max_sessions: int | None = None,
+        kv_cache_policy: Any = None,
+        **arguments: Any,
+    ) -> None:
         options: dict[str, Any] = {
             "model": str(model),
             "enforce_eager": True,
@@ -83,7 +100,9 @@ class SteppedEngine:
 
             config = AsyncEngineArgs(**options).create_engine_config()
         else:
-            config = checked_config(session_engine_args(options, max_sessions=max_sessions))
+            config = checked_config(
+                session_engine_args(options, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
+            )
         self.config = config
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self.events = RecordedEvents()
@@ -128,6 +147,15 @@ class SteppedEngine:
         )
         self.core.add_request(*self.core.preprocess_add_request(message))
 
+    def start(
+        self, key: str, tokens: Sequence[int], max_tokens: int, *, policy: Any = None, request_id: str | None = None
+    ) -> str:
+        """Send an ordinary request that draws by ``key``, as a facade would; return its id."""
+        extra: dict[str, Any] = {} if policy is None else {POLICY_KEY: policy}
+        params = greedy(max_tokens, extra_args=RequestKey(key).to_extra_args(extra))
+        self.send(request_id or key, tokens, params, resumable=False)
+        return request_id or key
+
     def step(self) -> None:
         """Run one engine step and keep its outputs by request."""
         batches, _ = self.core.step_fn()
@@ -167,6 +195,17 @@ class SteppedEngine:
     def preempt_everything(self) -> None:
         """The forced preemption of every oracle test."""
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def preemption_after(self, num_tokens: int | None) -> Callable[[int], None]:
+        """Return an ``on_step`` that forces one preemption when a reply has so many tokens (None: never)."""
+        points = [num_tokens]
+
+        def preempt(done: int) -> None:
+            if points and done == points[0]:
+                points.clear()
+                self.preempt_everything()
+
+        return preempt
 
     def abort(self, request_id: str) -> None:
         self.core.abort_requests([request_id])
@@ -232,11 +271,15 @@ def _as_answer(outputs: Sequence[EngineCoreOutput]) -> Answer:
             for ids, values in zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs, strict=True):
                 logprobs.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))
     last = outputs[-1]
+    params = last.kv_transfer_params or {}
+    totals = CompactionTotals.from_wire(params)
     return Answer(
         token_ids=tuple(tokens),
         logprobs=tuple(logprobs),
         finish_reason=str(last.finish_reason),
         stop_reason=last.stop_reason,
-        report=ChunkReport.from_wire(last.kv_transfer_params),
+        report=None if totals is not None else ChunkReport.from_wire(params),
+        result=params.get(INTERNAL_KEY),
+        totals=totals,
         prefill=next((output.prefill_stats for output in outputs if output.prefill_stats is not None), None),
     )

@@ -50,7 +50,7 @@ def test_only_known_versions_are_taken() -> None:
 def test_a_good_configuration_passes_with_our_classes_in_it(tiny_model: Path) -> None:
     config = checked_config(session_engine_args(options(tiny_model), max_sessions=3))
     assert config.scheduler_config.scheduler_cls == "kvpolicy.adapters.vllm.v0_28.scheduler.SessionScheduler"
-    assert config.parallel_config.worker_cls == "kvpolicy.adapters.vllm.v0_28.worker.SessionCPUWorker"
+    assert config.parallel_config.worker_cls == "kvpolicy.adapters.vllm.v0_28.worker.PolicyCPUWorker"
     assert config.scheduler_config.async_scheduling is False
     assert config.additional_config["kvpolicy"] == {"max_sessions": 3}
 
@@ -142,9 +142,9 @@ def test_the_cache_must_be_full_attention_in_one_group(tiny_model: Path) -> None
 
     def errors(*specs: object, hash_block_size: int = 16) -> tuple[str, ...]:
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-        return cache_errors(config, SimpleNamespace(kv_cache_groups=groups), hash_block_size, 16)
+        return cache_errors(config, SimpleNamespace(kv_cache_groups=groups), hash_block_size, 16, "sessions")
 
     assert errors(full) == ()
     assert "exactly 1 KV-cache group" in errors(full, full)[0]
-    assert "full attention" in errors(sliding)[0]
+    assert "full causal attention" in errors(sliding)[0]
     assert "--prefix-match-unit" in errors(full, hash_block_size=8)[0]

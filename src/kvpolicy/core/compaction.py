@@ -20,9 +20,9 @@ from attrs import frozen
 
 from kvpolicy.core.checks import integer_errors, is_integer, reject
 from kvpolicy.core.draws import BlockDraw, Draw, RingDraw, UniformDraw, draw_errors
-from kvpolicy.core.errors import InvariantError
+from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.philox import WORD_LIMIT, Key, philox4x32
-from kvpolicy.core.spaces import BlockSpan, KVIndex, LogicalPosition, TokenRange, align_inward
+from kvpolicy.core.spaces import BlockSpan, KVIndex, LogicalPosition, TokenRange, align_inward, blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -134,11 +134,42 @@ def expand(event: CompactionEvent, layer: int, kv_head: int) -> HeadPlan:
     if isinstance(draw, UniformDraw):
         stream = (0, 0) if draw.is_shared else (layer, kv_head)
         return _relocated(event, sorted(_smallest(event, stream, event.candidates.width, event.num_dropped)))
-    blocks = _whole_blocks(event, draw)
-    chosen = sorted(_smallest(event, (0, 0), blocks.num_blocks, event.num_dropped // draw.block_size))
-    first = blocks.tokens.start
-    cells = (first + block * draw.block_size + offset for block in chosen for offset in range(draw.block_size))
+    size = draw.block_size
+    cells = (block * size + offset for block in _dropped_blocks(event, draw) for offset in range(size))
     return HeadPlan(dropped=tuple(KVIndex(cell) for cell in cells))
+
+
+def surviving_blocks(event: CompactionEvent, block_size: int) -> tuple[int, ...]:
+    """Return which blocks of the request's table stay, as indices into the table before the event, ascending.
+
+    A ``BlockDraw`` takes whole blocks out of the table; after the other draws the held entries lie in its first
+    blocks. Pure, and the same for all layers and heads. Blocks of 4, a prompt of 5, at 16 entries:
+
+    >>> event = CompactionEvent(key=(0, 0), ordinal=3, prompt_length=5, physical_length=16, num_dropped=4,
+    ...     num_protected=4, draw=RingDraw(5))
+    >>> surviving_blocks(event, 4)
+    (0, 1, 2)
+    >>> import attrs
+    >>> surviving_blocks(attrs.evolve(event, draw=BlockDraw(4)), 4)  # only block 2 lies wholly in the cells 5 to 11
+    (0, 1, 3)
+
+    Args:
+        event: what is applied.
+        block_size: of the request's table, in entries.
+
+    Raises:
+        PolicyUsageError: the block size is no size, or another one than that of the event's ``BlockDraw``.
+    """
+    reject(integer_errors("block_size", block_size, 1))
+    if not isinstance(event.draw, BlockDraw):
+        return tuple(range(blocks_for(event.length_after, block_size)))
+    if event.draw.block_size != block_size:
+        raise PolicyUsageError(
+            f"block_size: expected {event.draw.block_size} (event.draw.block_size), got {block_size}; a policy takes "
+            "the size of its blocks from the snapshot"
+        )
+    dropped = set(_dropped_blocks(event, event.draw))
+    return tuple(block for block in range(blocks_for(event.physical_length, block_size)) if block not in dropped)
 
 
 def retained_positions(
@@ -196,6 +227,13 @@ def _priorities(event: CompactionEvent, stream: tuple[int, int], num_candidates:
     for first in range(0, num_candidates, _WORDS_PER_CALL):
         words = philox4x32((first // _WORDS_PER_CALL, event.ordinal, *stream), event.key)
         yield from words[: num_candidates - first]
+
+
+def _dropped_blocks(event: CompactionEvent, draw: BlockDraw) -> list[int]:
+    """Return the blocks that go, counted from the beginning of the request's table, ascending."""
+    blocks = _whole_blocks(event, draw)
+    chosen = _smallest(event, (0, 0), blocks.num_blocks, event.num_dropped // draw.block_size)
+    return sorted(blocks.first + ordinal for ordinal in chosen)
 
 
 def _whole_blocks(event: CompactionEvent, draw: BlockDraw) -> BlockSpan:

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from attrs import Factory, frozen
 
 from kvpolicy.core.checks import from_mapping, instance_errors, integer_errors, reject
 from kvpolicy.core.compaction import CompactionEvent
-from kvpolicy.core.draws import Draw, RingDraw, UniformDraw
+from kvpolicy.core.draws import BlockDraw, Draw, RingDraw, UniformDraw
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.philox import key_of, seed_errors
-from kvpolicy.core.schedule import EventSchedule, token_schedule
+from kvpolicy.core.schedule import EventSchedule, block_schedule, token_schedule
 
 # Requirement R.31.
 _DEFAULT_BUDGET = 2048
 _DEFAULT_BUFFER_SIZE = 64
 
-_GRANULARITIES = ("head", "shared")
+OFF = "off"
+"""In place of a policy's name: no policy."""
+
+_GRANULARITIES = ("head", "shared", "block")
 
 
 @frozen(kw_only=True)
@@ -36,6 +39,7 @@ class RequestSnapshot:
         prompt_length: entries of the prompt.
         logical_length: entries stored so far, those dropped since included.
         physical_length: entries held.
+        block_size: of the request's block table, in entries.
         num_events: events applied so far.
     """
 
@@ -43,6 +47,7 @@ class RequestSnapshot:
     prompt_length: int
     logical_length: int
     physical_length: int
+    block_size: int
     num_events: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -50,6 +55,7 @@ class RequestSnapshot:
         reject(
             integer_errors("snapshot.prompt_length", self.prompt_length, 1)
             + integer_errors("snapshot.physical_length", self.physical_length, 0)
+            + integer_errors("snapshot.block_size", self.block_size, 1)
             + integer_errors("snapshot.num_events", self.num_events, 0)
         )
         reject(
@@ -59,11 +65,17 @@ class RequestSnapshot:
         )
 
 
+@runtime_checkable
 class KVPolicy(Protocol):
-    """Decides when a request is compacted, and how what goes is drawn. Both methods are pure."""
+    """Decides when a request is compacted, and how what goes is drawn. Both methods are pure.
 
-    def schedule(self, prompt_length: int) -> EventSchedule:
+    ``kvpolicy.testing.check_policy`` tests whether a policy keeps to what is promised here.
+    """
+
+    def schedule(self, prompt_length: int, *, block_size: int) -> EventSchedule:
         """Return when a request with this prompt is compacted, and with that the most it ever holds.
+
+        ``block_size`` is the engine's, in entries; a policy that drops single entries has no use for it.
 
         Raises:
             PolicyUsageError: a request with this prompt cannot be served.
@@ -94,8 +106,8 @@ class _BudgetedPolicy:
         """
         return from_mapping(cls, mapping, name="policy options")
 
-    def schedule(self, prompt_length: int) -> EventSchedule:
-        """Return when a request with this prompt is compacted.
+    def schedule(self, prompt_length: int, *, block_size: int) -> EventSchedule:  # noqa: ARG002 - the port's
+        """Return when a request with this prompt is compacted, whatever the block size.
 
         Raises:
             PolicyUsageError: the prompt is longer than the budget.
@@ -117,11 +129,30 @@ class RandKV(_BudgetedPolicy):
         budget: K, entries kept per KV head beyond the buffer, the prompt included.
         buffer_size: r, the newest entries that are never dropped, and the event interval.
         seed: 64 bits.
-        granularity: "head": a draw of its own in every layer and KV head; "shared": one for all.
+        granularity: "head": a draw of its own in every layer and KV head; "shared": one for all; "block": one for
+            all, of whole blocks of generated entries (fewer events, nothing is moved).
+
+    With "head" and "shared", K + r entries stay and at most K + max(2r, 1) are held; with "block", at least K + r
+    and at most K + r + 2 x block size - 1.
     """
 
     seed: int = 0
     granularity: str = "head"
+
+    def schedule(self, prompt_length: int, *, block_size: int) -> EventSchedule:
+        """Return when a request with this prompt is compacted.
+
+        >>> RandKV(budget=9, buffer_size=4, granularity="block").schedule(5, block_size=4).peak
+        17
+
+        Raises:
+            PolicyUsageError: the prompt is longer than the budget.
+        """
+        if self.granularity != "block":
+            return super().schedule(prompt_length, block_size=block_size)
+        return block_schedule(
+            budget=self.budget, buffer_size=self.buffer_size, prompt_length=prompt_length, block_size=block_size
+        )
 
     def event_for(self, snapshot: RequestSnapshot) -> CompactionEvent | None:
         """Return the event that is due; None if none is.
@@ -130,7 +161,9 @@ class RandKV(_BudgetedPolicy):
 
         >>> policy = RandKV(budget=8, buffer_size=4)
         >>> event = policy.event_for(
-        ...     RequestSnapshot(request_key="a", prompt_length=5, logical_length=13, physical_length=13)
+        ...     RequestSnapshot(
+        ...         request_key="a", prompt_length=5, logical_length=13, physical_length=13, block_size=16
+        ...     )
         ... )
         >>> event.ordinal, event.num_dropped, event.candidates
         (0, 1, TokenRange(start=5, end=9))
@@ -139,13 +172,10 @@ class RandKV(_BudgetedPolicy):
             PolicyUsageError: the prompt is longer than the budget.
             InvariantError: the request was not compacted as its schedule says.
         """
-        return due_event(
-            self.schedule(snapshot.prompt_length),
-            snapshot,
-            draw=UniformDraw(is_shared=self.granularity == "shared"),
-            num_protected=self.buffer_size,
-            seed=self.seed,
-        )
+        is_shared = self.granularity == "shared"
+        draw = BlockDraw(snapshot.block_size) if self.granularity == "block" else UniformDraw(is_shared=is_shared)
+        schedule = self.schedule(snapshot.prompt_length, block_size=snapshot.block_size)
+        return due_event(schedule, snapshot, draw=draw, num_protected=self.buffer_size, seed=self.seed)
 
     def _errors(self) -> tuple[str, ...]:
         reasons = super()._errors() + seed_errors(self.seed)
@@ -176,7 +206,7 @@ class SinkWindow(_BudgetedPolicy):
             PolicyUsageError: the prompt is longer than the budget.
             InvariantError: the request was not compacted as its schedule says.
         """
-        schedule = self.schedule(snapshot.prompt_length)
+        schedule = self.schedule(snapshot.prompt_length, block_size=snapshot.block_size)
         # With prompt = K and r = 0 no generated entry stays: a ring of none, and the one candidate goes.
         ring = max(schedule.settled - snapshot.prompt_length, 1)
         start = schedule.dropped_before(snapshot.num_events) % ring
@@ -243,8 +273,11 @@ class PolicyRegistry:
         """Return a registry that knows one more policy.
 
         Raises:
-            PolicyUsageError: the name is taken.
+            PolicyUsageError: the name is taken, or means something else where policies are named (``OFF``, and
+                whatever has a colon in it).
         """
+        if name == OFF or ":" in name:
+            raise PolicyUsageError(f"policy: expected a name without a colon and other than {OFF!r}, got {name!r}")
         if name in self._factories:
             raise PolicyUsageError(f"policy {name!r}: already registered; known policies: {', '.join(self.names)}")
         return PolicyRegistry(MappingProxyType({**self._factories, name: factory}))

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvpolicy.core.compaction import ORDINAL_BITS, CompactionEvent, HeadPlan, expand, retained_positions
+from kvpolicy.core.compaction import (
+    ORDINAL_BITS,
+    CompactionEvent,
+    HeadPlan,
+    expand,
+    retained_positions,
+    surviving_blocks,
+)
 from kvpolicy.core.draws import BlockDraw, Draw, RingDraw, UniformDraw
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.philox import key_of, philox4x32
@@ -137,6 +144,36 @@ def test_blocks_go_whole_in_every_head_alike_and_nothing_is_moved(
     assert plan == expand(event, 0, 0)
     after = retained_positions(event, plan, positions(event.physical_length))
     assert list(after) == [cell for cell in range(event.physical_length) if cell not in plan.dropped]
+
+
+@given(events(), block_sizes)
+@example(event_of(4, 9, 1, 0), 4)
+@example(event_of(1, 2, 1, 0), 16)
+def test_the_first_blocks_stay_as_far_as_entries_reach(event: CompactionEvent, block_size: int) -> None:
+    stay = surviving_blocks(event, block_size)
+    assert list(stay) == list(range(len(stay)))
+    assert (len(stay) - 1) * block_size < event.length_after <= len(stay) * block_size
+
+
+@given(block_events())
+def test_all_but_the_dropped_blocks_stay(event: CompactionEvent) -> None:
+    """The blocks that stay hold what a head retains, in order, the prompt's among them; no other is left over."""
+    assert isinstance(event.draw, BlockDraw)
+    size, history = event.draw.block_size, positions(event.physical_length)
+    stay = surviving_blocks(event, size)
+    held = [position for block in stay for position in history[block * size : (block + 1) * size]]
+    assert tuple(held) == retained_positions(event, expand(event, 0, 0), history)
+    assert list(stay) == sorted(set(stay))
+    assert stay[: -(-event.prompt_length // size)] == tuple(range(-(-event.prompt_length // size)))
+    assert len(stay) == -(-event.length_after // size)
+
+
+def test_the_blocks_have_the_size_of_the_table() -> None:
+    event = event_of(5, 24, 4, 0, BlockDraw(4))
+    with pytest.raises(PolicyUsageError, match=r"block_size: expected 4 \(event.draw.block_size\), got 16; a policy"):
+        surviving_blocks(event, 16)
+    with pytest.raises(PolicyUsageError, match="block_size: expected an integer >= 1, got 0"):
+        surviving_blocks(event, 0)
 
 
 def reference_drop(event: CompactionEvent, layer: int, kv_head: int) -> tuple[int, ...]:

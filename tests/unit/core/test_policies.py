@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +16,8 @@ from attrs import evolve, frozen
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvpolicy.core.compaction import CompactionEvent, expand, retained_positions
-from kvpolicy.core.draws import RingDraw, UniformDraw
+from kvpolicy.core.compaction import CompactionEvent, expand, retained_positions, surviving_blocks
+from kvpolicy.core.draws import BlockDraw, RingDraw, UniformDraw
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.philox import key_of
 from kvpolicy.core.policies import (
@@ -24,11 +29,27 @@ from kvpolicy.core.policies import (
     built_in_policies,
     due_event,
 )
-from kvpolicy.core.schedule import EventSchedule
+from kvpolicy.core.schedule import EventSchedule, token_schedule
 from kvpolicy.core.spaces import LogicalPosition
+from tests.strategies import block_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+
+BLOCK_SIZE = 4
+
+
+def snapshot_of(logical: int, physical: int, num_events: int = 0) -> RequestSnapshot:
+    """Return what a policy sees of a request with a prompt of 5."""
+    return RequestSnapshot(
+        request_key="a",
+        prompt_length=5,
+        logical_length=logical,
+        physical_length=physical,
+        num_events=num_events,
+        block_size=BLOCK_SIZE,
+    )
 
 
 @frozen(kw_only=True)
@@ -45,7 +66,12 @@ def positions(start: int, end: int) -> tuple[LogicalPosition, ...]:
 
 
 def generate(
-    policy: KVPolicy, prompt: int, *, head: tuple[int, int] = (0, 0), request_key: str = "request"
+    policy: KVPolicy,
+    prompt: int,
+    *,
+    head: tuple[int, int] = (0, 0),
+    request_key: str = "request",
+    block_size: int = BLOCK_SIZE,
 ) -> Iterator[Step]:
     """Yield the steps of one KV head for ever; each appends an entry after it."""
     held = positions(0, prompt)
@@ -58,6 +84,7 @@ def generate(
                 logical_length=logical,
                 physical_length=len(held),
                 num_events=num_events,
+                block_size=block_size,
             )
         )
         before = held
@@ -88,7 +115,8 @@ kinds = st.sampled_from([RandKV(), RandKV(granularity="shared", seed=5), SinkWin
 def test_what_every_policy_keeps(kind: RandKV | SinkWindow, generation: tuple[int, int, int]) -> None:
     budget, buffer_size, prompt = generation
     policy = evolve(kind, budget=budget, buffer_size=buffer_size)
-    schedule = policy.schedule(prompt)
+    schedule = policy.schedule(prompt, block_size=BLOCK_SIZE)
+    assert schedule == token_schedule(budget=budget, buffer_size=buffer_size, prompt_length=prompt)
     steps = list(islice(generate(policy, prompt), 80))
     assert max(len(step.before) for step in steps) == schedule.peak == budget + max(2 * buffer_size, 1)
     ordinals = [step.event.ordinal for step in steps if step.event is not None]
@@ -103,6 +131,48 @@ def test_what_every_policy_keeps(kind: RandKV | SinkWindow, generation: tuple[in
             assert set(step.after) >= set(range(logical - buffer_size, logical))
         else:
             assert step.after == step.before
+
+
+@given(generations(), block_sizes)
+@example((1, 0, 1), 16)
+@example((8, 4, 8), 4)
+@example((9, 3, 7), 4)
+@example((7, 4, 7), 1)
+def test_what_the_block_form_keeps(generation: tuple[int, int, int], block_size: int) -> None:
+    """At least K + r stay, at most K + r + 2 x block size - 1 are held; what is left is in whole blocks, in order."""
+    budget, buffer_size, prompt = generation
+    policy = RandKV(budget=budget, buffer_size=buffer_size, granularity="block")
+    schedule = policy.schedule(prompt, block_size=block_size)
+    num_steps = schedule.due_at(4) - prompt + 1
+    steps = list(islice(generate(policy, prompt, block_size=block_size), num_steps))
+    assert max(len(step.before) for step in steps) == schedule.peak <= budget + buffer_size + 2 * block_size - 1
+    fired = [(logical, step) for logical, step in enumerate(steps, prompt) if step.event is not None]
+    assert len(fired) == 5
+    for logical, step in fired:
+        assert step.event is not None
+        assert step.event.draw == BlockDraw(block_size)
+        assert budget + buffer_size <= len(step.after) == len(step.before) - block_size
+        assert step.after[:prompt] == tuple(range(prompt))
+        assert set(step.after) >= set(range(logical - buffer_size, logical))
+        table = [step.before[start : start + block_size] for start in range(0, len(step.before), block_size)]
+        stay = [table[block] for block in surviving_blocks(step.event, block_size)]
+        assert step.after == tuple(position for block in stay for position in block)
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "due"),
+    [
+        (8, 5, [16, 20, 24]),  # a multiple of the block size
+        (9, 5, [17, 21, 25]),  # no multiple
+        (8, 8, [16, 20, 24]),  # the first generated block begins with the first generated entry
+        (7, 7, [16, 20, 24]),  # and here it ends later than the budget asks
+        (1, 1, [12, 16, 20]),  # K = 1: block 1, cells 4 to 7, is the first that is wholly generated
+    ],
+)
+def test_events_of_the_block_form(budget: int, prompt: int, due: list[int]) -> None:
+    policy = RandKV(budget=budget, buffer_size=4, granularity="block")
+    steps = enumerate(islice(generate(policy, prompt), due[-1] - prompt + 1), prompt)
+    assert [logical for logical, step in steps if step.event is not None] == due
 
 
 @given(generations())
@@ -160,8 +230,42 @@ def test_sets_follow_from_seed_request_layer_and_head_alone() -> None:
         sets_of(evolve(policy, seed=1), (2, 1)),
     ]
     assert all(sets[-1] != alone[-1] for sets in others)
-    shared = evolve(policy, granularity="shared")
-    assert sets_of(shared, (2, 1)) == sets_of(shared, (0, 0))
+    for granularity in ("shared", "block"):
+        shared = evolve(policy, granularity=granularity)
+        assert sets_of(shared, (2, 1)) == sets_of(shared, (0, 0))
+
+
+def digest_of_sets() -> str:
+    """Return all sets of a request in a model of two layers and four KV heads, in one line."""
+    policies = [RandKV(budget=12, buffer_size=4, granularity=name) for name in ("head", "shared", "block")]
+    heads = [(layer, kv_head) for layer in range(2) for kv_head in range(4)]
+    sets = {(policy.granularity, head): sets_of(policy, head) for policy in policies for head in heads}
+    return blake2b(repr(sets).encode(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "77"])
+def test_a_fresh_process_makes_the_same_sets(hash_seed: str) -> None:
+    """Nothing hangs on the process: neither Python's hashes of strings, which change with it, nor what ran before."""
+    root = Path(__file__).parents[3]
+    code = "from tests.unit.core.test_policies import digest_of_sets; print(digest_of_sets())"
+    done = subprocess.run(  # noqa: S603 - our own
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == digest_of_sets()
+
+
+def test_two_ranks_with_half_of_the_heads_each_make_the_sets_of_one() -> None:
+    """A rank knows its own heads by number; the plan is asked for by the number in the whole model."""
+    policy, num_heads = RandKV(budget=12, buffer_size=4), 4
+    whole = [sets_of(policy, (1, kv_head)) for kv_head in range(num_heads)]
+    split = [sets_of(policy, (1, rank * num_heads // 2 + own)) for rank in range(2) for own in range(num_heads // 2)]
+    assert split == whole
+    assert len({tuple(sets) for sets in whole}) == num_heads
 
 
 def test_a_replay_gives_the_same_events() -> None:
@@ -181,7 +285,7 @@ def test_survival_is_a_power_of_the_share_that_stays(budget: int, buffer_size: i
     """
     policy = RandKV(budget=budget, buffer_size=buffer_size)
     share, num_heads = (budget - prompt) / (budget + buffer_size - prompt), 400
-    schedule = policy.schedule(prompt)
+    schedule = policy.schedule(prompt, block_size=BLOCK_SIZE)
     steps = islice(generate(policy, prompt), schedule.due_at(4) - prompt + 1)
     first, *later = (step.event for step in steps if step.event is not None)
     counts = [0] * 5
@@ -199,11 +303,18 @@ def test_survival_is_a_power_of_the_share_that_stays(budget: int, buffer_size: i
     assert sum((count - wanted) ** 2 / wanted for count, wanted in zip(counts, expected, strict=True)) < 18.47
 
 
+def test_a_generation_that_ends_exactly_at_an_event() -> None:
+    """The last entry makes it due: the event is there for who goes on, and the length before is the peak."""
+    *_, last = islice(generate(RandKV(budget=8, buffer_size=4), 5), 17 - 5 + 1)
+    assert last.event is not None
+    assert (len(last.before), len(last.after)) == (16, 12)
+
+
 def test_a_budget_beyond_the_context_never_fires() -> None:
     assert not any(step.event for step in islice(generate(RandKV(budget=60, buffer_size=4), 3), 61))
 
 
-@pytest.mark.parametrize("policy", [RandKV(budget=8), SinkWindow(budget=8)])
+@pytest.mark.parametrize("policy", [RandKV(budget=8), RandKV(budget=8, granularity="block"), SinkWindow(budget=8)])
 def test_a_prompt_beyond_the_budget_is_rejected_with_both_numbers(policy: KVPolicy) -> None:
     with pytest.raises(PolicyUsageError, match=r"prompt: expected at most 8 tokens \(budget\), got 9"):
         next(generate(policy, 9))
@@ -220,17 +331,13 @@ def test_a_prompt_beyond_the_budget_is_rejected_with_both_numbers(policy: KVPoli
     ],
 )
 def test_an_event_left_out_is_an_error(logical: int, physical: int, num_events: int, message: str) -> None:
-    snapshot = RequestSnapshot(
-        request_key="a", prompt_length=5, logical_length=logical, physical_length=physical, num_events=num_events
-    )
     with pytest.raises(InvariantError, match=message):
-        RandKV(budget=8, buffer_size=4).event_for(snapshot)
+        RandKV(budget=8, buffer_size=4).event_for(snapshot_of(logical, physical, num_events))
 
 
 def test_an_event_is_due_once() -> None:
     """Asked again at the same length, after the event: none."""
-    snapshot = RequestSnapshot(request_key="a", prompt_length=5, logical_length=13, physical_length=12, num_events=1)
-    assert RandKV(budget=8, buffer_size=4).event_for(snapshot) is None
+    assert RandKV(budget=8, buffer_size=4).event_for(snapshot_of(13, 12, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -239,14 +346,14 @@ def test_an_event_is_due_once() -> None:
         ({"request_key": 3}, "snapshot.request_key: expected str, got 3"),
         ({"prompt_length": 0}, "snapshot.prompt_length: expected an integer >= 1, got 0"),
         ({"physical_length": -1}, "snapshot.physical_length: expected an integer >= 0, got -1"),
+        ({"block_size": 0}, "snapshot.block_size: expected an integer >= 1, got 0"),
         ({"num_events": -1}, "snapshot.num_events: expected an integer >= 0, got -1"),
         ({"logical_length": 8}, r"snapshot.logical_length: expected an integer >= 9 \(physical_length\), got 8"),
     ],
 )
 def test_an_impossible_snapshot_is_rejected(values: dict[str, Any], message: str) -> None:
-    snapshot = RequestSnapshot(request_key="a", prompt_length=5, logical_length=9, physical_length=9)
     with pytest.raises(PolicyUsageError, match=message):
-        evolve(snapshot, **values)
+        evolve(snapshot_of(9, 9), **values)
 
 
 def test_defaults() -> None:
@@ -255,7 +362,7 @@ def test_defaults() -> None:
 
 
 def test_everything_wrong_with_the_options_is_reported_at_once() -> None:
-    options = {"budget": 0, "buffer_size": "4", "seed": -1, "granularity": "block", "keep": 3}
+    options = {"budget": 0, "buffer_size": "4", "seed": -1, "granularity": "entry", "keep": 3}
     with pytest.raises(PolicyUsageError) as caught:
         built_in_policies().create("randkv", options)
     assert caught.value.reasons == (
@@ -263,7 +370,7 @@ def test_everything_wrong_with_the_options_is_reported_at_once() -> None:
         "budget: expected an integer >= 1, got 0",
         "buffer_size: expected an integer >= 0, got '4'",
         "seed: expected an integer from 0 to 2**64 - 1, got -1",
-        "granularity: expected one of head, shared, got 'block'",
+        "granularity: expected one of head, shared, block, got 'entry'",
     )
     with pytest.raises(PolicyUsageError, match=r"unknown key 'seed'; known keys: budget, buffer_size$"):
         SinkWindow.from_mapping({"seed": 0})
@@ -286,15 +393,23 @@ def test_a_name_is_registered_once() -> None:
         registry.register("randkv", RandKV.from_mapping)
 
 
+@pytest.mark.parametrize("name", ["off", "package.module:attribute"])
+def test_names_with_a_meaning_of_their_own_are_not_registered(name: str) -> None:
+    with pytest.raises(PolicyUsageError, match=f"expected a name without a colon and other than 'off', got '{name}'"):
+        built_in_policies().register(name, RandKV.from_mapping)
+
+
 @frozen
 class EveryOther:
     """A third party's policy: it drops half of the generated entries whenever there are 20 of them."""
 
-    def schedule(self, prompt_length: int) -> EventSchedule:
+    def schedule(self, prompt_length: int, *, block_size: int) -> EventSchedule:
+        assert block_size == BLOCK_SIZE
         return EventSchedule(first_due=prompt_length + 20, interval=10, first_dropped=10)
 
     def event_for(self, snapshot: RequestSnapshot) -> CompactionEvent | None:
-        return due_event(self.schedule(snapshot.prompt_length), snapshot, draw=UniformDraw(), num_protected=2)
+        schedule = self.schedule(snapshot.prompt_length, block_size=snapshot.block_size)
+        return due_event(schedule, snapshot, draw=UniformDraw(), num_protected=2)
 
 
 def test_a_third_party_adds_its_own() -> None:

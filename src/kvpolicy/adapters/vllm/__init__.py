@@ -1,4 +1,4 @@
-"""Version dispatch: ``AsyncLLM`` (and what it returns) for the vLLM that is installed.
+"""Version dispatch: ``LLM`` and ``AsyncLLM`` (and what it returns) for the vLLM that is installed.
 
 Importing this module imports neither vLLM nor torch; the first use of a name does.
 """
@@ -12,16 +12,17 @@ from kvpolicy.core.errors import MissingExtraError, UnsupportedEngineError
 
 if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM as AsyncLLM
+    from kvpolicy.adapters.vllm.v0_28.llm import LLM as LLM
     from kvpolicy.adapters.vllm.v0_28.session import Reply as Reply
     from kvpolicy.adapters.vllm.v0_28.session import Session as Session
     from kvpolicy.adapters.vllm.v0_28.session import SessionStats as SessionStats
 
-__all__ = ["AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package"]
+__all__ = ["LLM", "AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package"]
 
 # Release (first two numbers) -> the package written and tested for it.
 _ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
 
-_HOME = {"AsyncLLM": "async_llm", "Reply": "session", "Session": "session", "SessionStats": "session"}
+_HOME = {"AsyncLLM": "async_llm", "LLM": "llm", "Reply": "session", "Session": "session", "SessionStats": "session"}
 
 
 def adapter_package(version: str | None = None) -> str:

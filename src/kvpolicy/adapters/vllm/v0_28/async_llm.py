@@ -16,8 +16,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
+from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
+from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor
 from kvpolicy.adapters.vllm.v0_28.session import Session
 from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
+    from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals
+
 DEFAULT_REPLY_TOKENS = 24
 _DEFAULT_RETENTION: Mapping[str, Any] = MappingProxyType({})
 # Arguments of the stock class itself; every other one is an engine argument.
@@ -43,17 +47,18 @@ _CLASS_ARGUMENTS = frozenset(
 
 
 class AsyncLLM(StockAsyncLLM):
-    """vLLM's asynchronous engine, with ``open_session``.
+    """vLLM's asynchronous engine, with ``open_session`` and ``kv_cache_policy``.
 
-    Takes every argument of the stock engine (``AsyncEngineArgs`` and ``AsyncLLM``) and ``max_sessions``. Requests that
-    are not sessions behave as on the stock engine.
+    Takes every argument of the stock engine (``AsyncEngineArgs`` and ``AsyncLLM``). Requests that are not sessions
+    have the policy, or behave as on the stock engine where there is none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each option of ours
         self,
         model: str | None = None,
         *,
         max_sessions: int | None = None,
+        kv_cache_policy: str | Mapping[str, Any] | None = None,
         vllm_config: VllmConfig | None = None,
         executor_class: type[Executor] | None = None,
         log_stats: bool | None = None,
@@ -64,28 +69,35 @@ class AsyncLLM(StockAsyncLLM):
         Args:
             model: Hugging Face id or folder.
             max_sessions: open sessions at a time, below ``max_num_seqs``; unset: one less than it.
+            kv_cache_policy: for every request that is no session and brings none in
+                ``SamplingParams.extra_args["kv_cache_policy"]``: a name, or a mapping with its options such as
+                ``{"type": "randkv", "budget": 2048}``. "off": requests are dense unless they bring one. Unset: all
+                requests are dense and none can bring one.
             vllm_config: a ready configuration (from ``from_engine_args``) instead of engine arguments.
             executor_class: with ``vllm_config``; unset: the one that the configuration asks for.
             log_stats: as in the stock class; unset: not ``disable_log_stats``.
             **arguments: stock arguments.
 
         Raises:
-            PolicyUsageError: every reason why sessions cannot run so, before a model is loaded.
+            PolicyUsageError: every reason why sessions or the policy cannot run so, before a model is loaded.
         """
         own = {name: arguments.pop(name) for name in _CLASS_ARGUMENTS & arguments.keys()}
         if vllm_config is None:
             if model is not None:
                 arguments["model"] = model
             log_stats = not arguments.get("disable_log_stats", False) if log_stats is None else log_stats
-            vllm_config = checked_config(session_engine_args(arguments, max_sessions=max_sessions))
-        elif arguments or model is not None or max_sessions is not None:
-            names = sorted({*arguments, *(["model"] if model else []), *(["max_sessions"] if max_sessions else [])})
+            vllm_config = checked_config(
+                session_engine_args(arguments, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
+            )
+        elif names := _given(arguments, model=model, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy):
             reason = f"vllm_config: expected no engine arguments beside it, got {', '.join(names)}"
             raise PolicyUsageError(reason)
         else:
             require_session_config(vllm_config)
         self._handler_may_run = False
         self._sent_chunks: WeakKeyDictionary[RequestOutputCollector, int] = WeakKeyDictionary()
+        self._counters = CompactionCounters()
+        own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
         super().__init__(
             vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
         )
@@ -95,6 +107,8 @@ class AsyncLLM(StockAsyncLLM):
             log_stats=self.log_stats,
             stream_interval=vllm_config.scheduler_config.stream_interval,
             tracing_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
+            admission=admission_of(vllm_config),
+            counters=self._counters,
         )
         self._handler_may_run = True
         try:
@@ -102,6 +116,11 @@ class AsyncLLM(StockAsyncLLM):
         except RuntimeError:
             return
         self._run_output_handler()
+
+    @property
+    def compaction_totals(self) -> CompactionTotals:
+        """Engine-wide counters, as of the last output."""
+        return self._counters.totals
 
     def open_session(
         self,
@@ -226,6 +245,11 @@ class AsyncLLM(StockAsyncLLM):
     def _run_output_handler(self) -> None:
         if self._handler_may_run:
             super()._run_output_handler()
+
+
+def _given(arguments: Mapping[str, Any], **named: Any) -> list[str]:
+    """Return the names of the arguments that were given, sorted."""
+    return sorted({*arguments, *(name for name, value in named.items() if value is not None)})
 
 
 def _without_marker(request: EngineCoreRequest) -> None:

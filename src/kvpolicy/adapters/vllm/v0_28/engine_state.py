@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.stats import PrefillStats
 
-from kvpolicy.core.errors import EngineContractError, InvariantError
+from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionManager
+from kvpolicy.core.errors import CapacityError, EngineContractError, InvariantError
 from kvpolicy.core.spaces import TokenRange, align_inward
 
 if TYPE_CHECKING:
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request, StreamingUpdate
 
+    from kvpolicy.adapters.vllm.v0_28.kv_spec import Footprints
+
 # A count of cached blocks that no table reaches: the manager's cache_blocks() then has nothing to publish, and its fast
 # path for known requests stays. free() removes it with the rest of the request's state.
 _WITHHELD = 1 << 30
 
 
 class EngineBlocks:
-    """Block tables of the engine's single KV-cache group, with the eviction primitive (R.1-R.3).
+    """Block tables of the engine's single KV-cache group: the eviction primitive (R.1-R.3), and the edits of an event.
 
     Satisfies ``kvpolicy.core.ports.BlockTable``. A caller must have no step in flight for the request it edits: blocks
     return to the pool at once and the pool reuses the last one freed first.
@@ -44,6 +47,17 @@ class EngineBlocks:
         self._manager = manager
         self._table = tables[0]
         self._pool = manager.block_pool
+
+    def use_footprints(self, footprints: Footprints) -> None:
+        """Let the block manager count what requests hold.
+
+        Raises:
+            EngineContractError: it is not the one that ``kv_spec`` registers.
+        """
+        if not isinstance(self._table, BoundedAttentionManager):
+            message = f"block manager: expected {BoundedAttentionManager.__name__}, got {type(self._table).__name__}"
+            raise EngineContractError(message)
+        self._table.footprints = footprints
 
     @property
     def block_size(self) -> int:
@@ -110,6 +124,35 @@ class EngineBlocks:
         """Leading blocks of this request that the manager counts as published (0 while withheld)."""
         count = self._table.num_cached_block.get(request_id, 0)
         return 0 if count == _WITHHELD else int(count)
+
+    def keep_only(self, request_id: str, ordinals: Sequence[int]) -> int:
+        """Take all blocks out of a live request's table but those at ``ordinals``; return how many were reclaimed."""
+        kept = set(ordinals)
+        return self._remove(request_id, [i for i in range(self.num_blocks(request_id)) if i not in kept])
+
+    def own_range(self, request_id: str, first: int, last: int) -> tuple[tuple[int, int], ...]:
+        """Make the table's blocks ``[first, last)`` this request's alone, so that they can be written to.
+
+        A shared block is replaced by a new one; the ids (shared, new) are returned, and whoever carries the step out
+        copies the one to the other before anything else. A published block that nobody else holds only leaves the
+        prefix-cache index.
+
+        Raises:
+            CapacityError: the pool has no block for the copy.
+        """
+        table = self._table.req_to_blocks[request_id]
+        copies = []
+        for i in range(first, min(last, len(table))):
+            block = table[i]
+            if block.ref_cnt > 1:
+                if not self.num_free_blocks():
+                    raise CapacityError(f"request {request_id}: no free block for a private copy of a shared one")
+                table[i] = self._pool.get_new_blocks(1)[0]
+                self._pool.free_blocks([block])
+                copies.append((int(block.block_id), int(table[i].block_id)))
+            elif block.block_hash is not None:
+                self._pool.evict_blocks({block.block_id})
+        return tuple(copies)
 
     def release(self, request: Request) -> None:
         """Give back every block of a request that keeps living; its tokens must then be computed again."""

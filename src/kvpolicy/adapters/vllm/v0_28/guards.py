@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
+from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -14,95 +17,148 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+# Entries are moved as they are, so any plain number format would do; those with scales beside the cache would not.
+_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+
+SESSIONS = "sessions"
+POLICIES = "kv_cache_policy"
+
+
 def config_errors(config: VllmConfig) -> tuple[str, ...]:
     """Return why sessions cannot run under this engine configuration; empty if they can.
 
     Needs no model: the facade calls it before the engine is started, the scheduler once more when it is built.
     """
-    parallel = config.parallel_config
     scheduler = config.scheduler_config
-    cache = config.cache_config
-    refused: Iterable[tuple[bool, str]] = (
-        (bool(scheduler.async_scheduling), "--async-scheduling: sessions need --no-async-scheduling"),
+    return _engine_errors(config, SESSIONS) + _messages(
         (
-            bool(config.use_v2_model_runner),
-            "VLLM_USE_V2_MODEL_RUNNER: sessions need the V1 model runner for now; set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: sessions need 1",
-        ),
-        (
-            parallel.data_parallel_size > 1,
             (
-                f"--data-parallel-size {parallel.data_parallel_size}: sessions need 1 for now "
-                "(a session's chunks would go to different engines)"
+                not scheduler.enable_chunked_prefill,
+                (
+                    "--no-enable-chunked-prefill: sessions need chunked prefill "
+                    "(a window is prefilled again at consolidation)"
+                ),
             ),
-        ),
-        (
-            parallel.decode_context_parallel_size > 1,
-            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}: sessions need 1",
-        ),
-        (
-            parallel.prefill_context_parallel_size > 1,
-            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: sessions need 1",
-        ),
-        (bool(parallel.enable_dbo), "--enable-dbo: not supported with sessions"),
-        (config.speculative_config is not None, "--speculative-config: not supported with sessions"),
-        (config.kv_transfer_config is not None, "--kv-transfer-config: not supported with sessions"),
-        (config.ec_transfer_config is not None, "--ec-transfer-config: not supported with sessions"),
-        (
-            config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events,
-            "--kv-events-config: not supported with sessions (their block hashes change in mid-life)",
-        ),
-        (bool(cache.kv_sharing_fast_prefill), "--kv-sharing-fast-prefill: not supported with sessions"),
-        (
-            cache.prefix_match_unit is not None,
-            "--prefix-match-unit: not supported with sessions (it publishes parts of blocks that must stay private)",
-        ),
-        (
-            bool(config.model_config.enable_return_routed_experts),
-            "--enable-return-routed-experts: not supported with sessions",
-        ),
-        (
-            not scheduler.enable_chunked_prefill,
-            "--no-enable-chunked-prefill: sessions need chunked prefill (a window is prefilled again at consolidation)",
-        ),
-        (
-            scheduler.max_num_seqs <= 1,
-            f"--max-num-seqs {scheduler.max_num_seqs}: sessions need at least 2 (an idle session keeps a slot)",
-        ),
-        (
-            not config.model_config.disable_cascade_attn,
-            "--no-disable-cascade-attn: sessions need cascade attention off (--disable-cascade-attn)",
-        ),
-        (
-            not getattr(config.model_config.hf_text_config, "rope_parameters", None),
-            f"--model {config.model_config.model}: sessions need rotary position embeddings",
-        ),
-        (
-            config.model_config.uses_mrope or config.model_config.uses_xdrope_dim > 0,
-            f"--model {config.model_config.model}: multi-dimensional RoPE is not supported with sessions yet",
-        ),
+            (
+                scheduler.max_num_seqs <= 1,
+                f"--max-num-seqs {scheduler.max_num_seqs}: sessions need at least 2 (an idle session keeps a slot)",
+            ),
+        )
     )
+
+
+def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
+    """Return why requests cannot have a policy under this engine configuration; empty if they can."""
+    scheduler = config.scheduler_config
+    dtype = config.cache_config.cache_dtype
+    return _engine_errors(config, POLICIES) + _messages(
+        (
+            (
+                not scheduler.enable_chunked_prefill,
+                (
+                    "--no-enable-chunked-prefill: kv_cache_policy needs chunked prefill "
+                    "(a preempted request is prefilled again from event to event)"
+                ),
+            ),
+            (
+                not scheduler.scheduler_reserve_full_isl,
+                "--no-scheduler-reserve-full-isl: kv_cache_policy needs the full check (admission is a reservation)",
+            ),
+            (
+                dtype not in _CACHE_DTYPES,
+                f"--kv-cache-dtype {dtype}: kv_cache_policy needs one of {', '.join(_CACHE_DTYPES)}",
+            ),
+        )
+    )
+
+
+def _engine_errors(config: VllmConfig, feature: str) -> tuple[str, ...]:
+    """Return what neither sessions nor policies can run with; ``feature`` is the one that was asked for."""
+    parallel = config.parallel_config
+    cache = config.cache_config
+    model = config.model_config
+    return _messages(
+        (
+            (
+                bool(config.scheduler_config.async_scheduling),
+                f"--async-scheduling: {feature}: use --no-async-scheduling",
+            ),
+            (
+                bool(config.use_v2_model_runner),
+                (
+                    f"VLLM_USE_V2_MODEL_RUNNER: {feature}: only the V1 model runner is supported for now; "
+                    "set VLLM_USE_V2_MODEL_RUNNER=0"
+                ),
+            ),
+            (
+                parallel.pipeline_parallel_size > 1,
+                f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: {feature}: must be 1",
+            ),
+            (
+                parallel.data_parallel_size > 1,
+                f"--data-parallel-size {parallel.data_parallel_size}: {feature}: must be 1 for now",
+            ),
+            (
+                parallel.decode_context_parallel_size > 1,
+                f"--decode-context-parallel-size {parallel.decode_context_parallel_size}: {feature}: must be 1",
+            ),
+            (
+                parallel.prefill_context_parallel_size > 1,
+                f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: {feature}: must be 1",
+            ),
+            (bool(parallel.enable_dbo), f"--enable-dbo: {feature}: not supported"),
+            (config.speculative_config is not None, f"--speculative-config: {feature}: not supported"),
+            (config.kv_transfer_config is not None, f"--kv-transfer-config: {feature}: not supported"),
+            (config.ec_transfer_config is not None, f"--ec-transfer-config: {feature}: not supported"),
+            (
+                config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events,
+                f"--kv-events-config: {feature}: not supported (what blocks hold changes in mid-life)",
+            ),
+            (bool(cache.kv_sharing_fast_prefill), f"--kv-sharing-fast-prefill: {feature}: not supported"),
+            (
+                cache.prefix_match_unit is not None,
+                (
+                    f"--prefix-match-unit: {feature}: not supported "
+                    "(it publishes parts of blocks that must stay private)"
+                ),
+            ),
+            (bool(model.enable_return_routed_experts), f"--enable-return-routed-experts: {feature}: not supported"),
+            (
+                not model.disable_cascade_attn,
+                f"--no-disable-cascade-attn: {feature}: cascade attention must be off (--disable-cascade-attn)",
+            ),
+            (
+                not getattr(model.hf_text_config, "rope_parameters", None),
+                f"--model {model.model}: {feature}: rotary position embeddings are needed",
+            ),
+            (
+                model.uses_mrope or model.uses_xdrope_dim > 0,
+                f"--model {model.model}: {feature}: multi-dimensional RoPE is not supported yet",
+            ),
+        )
+    )
+
+
+def _messages(refused: Iterable[tuple[bool, str]]) -> tuple[str, ...]:
     return tuple(message for is_refused, message in refused if is_refused)
 
 
 def cache_errors(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int, block_size: int
+    config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int, block_size: int, feature: str
 ) -> tuple[str, ...]:
-    """Return why sessions cannot run with the model's KV cache; empty if they can."""
+    """Return why sessions or policies (the ``feature``) cannot run with the model's KV cache; empty if they can."""
     model = config.model_config.model
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        return (f"--model {model}: sessions need exactly 1 KV-cache group, this model has {len(groups)}",)
+        return (f"--model {model}: {feature}: exactly 1 KV-cache group is needed, this model has {len(groups)}",)
     errors = []
     spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        errors.append(f"--model {model}: sessions need full attention in every layer, this model has {spec!r}")
+    is_full = type(spec) in (FullAttentionSpec, BoundedAttentionSpec)
+    if not is_full or spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
+        errors.append(f"--model {model}: {feature}: full causal attention is needed in every layer, got {spec!r}")
     if hash_block_size != block_size:
         errors.append(
-            f"--prefix-match-unit: sessions need it equal to the block size {block_size}, got {hash_block_size}"
+            f"--prefix-match-unit: {feature}: must be equal to the block size {block_size}, got {hash_block_size}"
         )
     return tuple(errors)
 
@@ -111,7 +167,12 @@ def sampling_errors(params: SamplingParams | None) -> tuple[str, ...]:
     """Return why a session chunk cannot have these sampling parameters; empty if it can."""
     if params is None:
         return ("sampling_params: expected SamplingParams, got none (pooling is not supported with sessions)",)
+    policy = (params.extra_args or {}).get(POLICY_KEY)
     refused: Iterable[tuple[bool, str]] = (
+        (
+            policy not in (None, "off"),
+            f"sampling_params.extra_args: a session has no {POLICY_KEY} (its budget bounds it), got {policy!r}",
+        ),
         (params.n != 1, f"sampling_params.n: expected 1, got {params.n}"),
         (bool(params.stop), f"sampling_params.stop: expected no stop strings, got {params.stop!r}; use stop_token_ids"),
         (params.prompt_logprobs is not None, "sampling_params.prompt_logprobs: not supported with sessions"),
@@ -121,4 +182,4 @@ def sampling_errors(params: SamplingParams | None) -> tuple[str, ...]:
             f"sampling_params.max_tokens: expected an integer >= 1, got {params.max_tokens}",
         ),
     )
-    return tuple(message for is_refused, message in refused if is_refused)
+    return _messages(refused)

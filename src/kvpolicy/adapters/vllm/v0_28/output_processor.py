@@ -1,8 +1,9 @@
-"""The front end's half of a session: state that does not grow with the session's age, and errors that end it."""
+"""The front end's half of requests: keys and checks for policies; for sessions, state that does not grow with age."""
 
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -14,11 +15,73 @@ from vllm.v1.engine.output_processor import (
     StreamingUpdate,
 )
 
+from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals, RequestKey
+
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
+    from kvpolicy.adapters.vllm.v0_28.compactions import PolicyAdmission
+    from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters
+
 # Finish reasons that end a session; every other one ends a reply and is a chunk boundary.
 _TERMINAL = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+
+
+class PolicyOutputProcessor(OutputProcessor):
+    """The stock output processor; every request passes it on its way out, and every output on its way back.
+
+    A request that the engine would refuse is refused here, before anything is sent; one that has a policy gets the key
+    that the policy draws by. Engine-wide counters are taken out of the outputs.
+    """
+
+    def __init__(self, *args: Any, admission: PolicyAdmission, counters: CompactionCounters, **kwargs: Any) -> None:
+        """Build the stock processor."""
+        super().__init__(*args, **kwargs)
+        self._admission = admission
+        self._counters = counters
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """Register a request.
+
+        Raises:
+            PolicyUsageError: every reason why the engine cannot serve it with the policy it has.
+        """
+        params = request.sampling_params
+        if params is not None and not request.resumable and request.request_id not in self.request_states:
+            key = RequestKey.from_extra_args(params.extra_args) or request.external_req_id or request.request_id
+            if parent_req is not None:
+                key = f"{key}/{request_index}"
+            record = self._admission.admit(
+                params.extra_args,
+                prompt_length=len(request.prompt_token_ids or request.prompt_embeds or ()),
+                max_tokens=params.max_tokens,
+                request_key=key,
+            )
+            if record is not None:
+                request.sampling_params = copy(params)
+                request.sampling_params.extra_args = RequestKey(key).to_extra_args(params.extra_args)
+        super().add_request(request, prompt, parent_req, request_index, queue)
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+    ) -> OutputProcessorOutput:
+        """Process outputs; the totals that some of them carry are kept for the counters."""
+        for output in engine_core_outputs:
+            if output.kv_transfer_params is not None:
+                totals = CompactionTotals.from_wire(output.kv_transfer_params)
+                if totals is not None:
+                    self._counters.totals = totals
+        return super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
 
 
 class ChunkUpdate(StreamingUpdate):
@@ -51,8 +114,8 @@ class SessionRequestState(RequestState):
         self.__dict__.update(vars(fresh), **kept, template=self.template)
 
 
-class SessionOutputProcessor(OutputProcessor):
-    """The stock output processor with per-chunk state for sessions and terminal ABORT and ERROR."""
+class SessionOutputProcessor(PolicyOutputProcessor):
+    """The output processor with per-chunk state for sessions and terminal ABORT and ERROR."""
 
     def add_request(
         self,

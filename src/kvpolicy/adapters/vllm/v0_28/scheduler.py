@@ -7,17 +7,17 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
-from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.compaction_scheduler import CompactionScheduler
+from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS, cache_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
-from kvpolicy.adapters.vllm.v0_28.options import SessionOptions
+from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
-from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
+from kvpolicy.adapters.vllm.v0_28.wire import ChunkMarker, ChunkReport, StepDirective
 from kvpolicy.core.budget import SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.events import SessionFailed
@@ -27,17 +27,16 @@ from kvpolicy.core.spaces import blocks_for
 from kvpolicy.core.states import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.engine import EngineCoreOutputs
 
 
-class SessionScheduler(Scheduler):
-    """The stock scheduler plus sessions.
+class SessionScheduler(CompactionScheduler):
+    """The scheduler with policies, plus sessions.
 
-    A request is a session if it is resumable. Everything else takes the stock path (R.4). All edits of a session happen
-    while it is not running: when a chunk is folded, when it is parked, when it is consolidated while idle.
+    A request is a session if it is resumable. Everything else takes the path of its policy, or the stock one (R.4). All
+    edits of a session happen while it is not running: when a chunk is folded, when it is parked, when it is
+    consolidated while idle.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,12 +48,12 @@ class SessionScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         block_size = self.block_size
         reasons = config_errors(self.vllm_config) + cache_errors(
-            self.vllm_config, self.kv_cache_config, self.hash_block_size, block_size
+            self.vllm_config, self.kv_cache_config, self.hash_block_size, block_size, SESSIONS
         )
         if reasons:
             raise PolicyUsageError(reasons)
-        options = SessionOptions.from_config(self.vllm_config)
-        blocks = EngineBlocks(self.kv_cache_manager)
+        options = EngineOptions.from_config(self.vllm_config)
+        blocks = self.compactions.blocks
         self.sessions = SessionBook(
             blocks=blocks,
             limits=SessionLimits(
@@ -71,8 +70,6 @@ class SessionScheduler(Scheduler):
         # Sessions whose reply has ended, or whose idle consolidation has been computed, in the step being processed.
         self._settling: list[SessionRecord] = []
         self._reports: dict[str, ChunkReport] = {}
-        # Answers that belong to no sampled token: refusals, rejections, failures. Sent with the next step's outputs.
-        self._answers: list[tuple[int, EngineCoreOutput]] = []
 
     # -- messages from the front end --------------------------------------------------------------------------------
 
@@ -125,14 +122,17 @@ class SessionScheduler(Scheduler):
                 log_fault("parking.failed")
         return super().schedule(throttle_prefills)
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        shifts = {}
-        if self.sessions.records:
-            for request_id in scheduler_output.num_scheduled_tokens:
-                if shift := self.sessions.rope_shift(request_id):
-                    shifts[request_id] = shift
-        scheduler_output.kvpolicy = StepDirective(rope_shifts=shifts)
+    def _directive(self, scheduler_output: SchedulerOutput) -> StepDirective:
+        directive = super()._directive(scheduler_output)
+        if not self.sessions.records:
+            return directive
+        rope_shift = self.sessions.rope_shift
+        shifts = {
+            request_id: shift
+            for request_id in scheduler_output.num_scheduled_tokens
+            if (shift := rope_shift(request_id))
+        }
+        return evolve(directive, rope_shifts=shifts)
 
     def _update_request_with_output(
         self,
@@ -169,24 +169,14 @@ class SessionScheduler(Scheduler):
         self._settling.append(record)
         return False
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        """Process a step, then let the sessions that came to rest in it go on."""
-        # What was answered since the last step comes before this step's tokens: replies keep the order of their chunks.
-        earlier, self._answers = self._answers, []
-        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+    def _after_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Let the sessions that came to rest in this step go on."""
+        super()._after_outputs(outputs)
         if self._reports:
             self._attach_reports(outputs)
         settling, self._settling = self._settling, []
         for record in settling:
             self._guarded(record.request, partial(self._come_to_rest, record))
-        later, self._answers = self._answers, []
-        for client_index, answer in reversed(earlier):
-            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.insert(0, answer)
-        for client_index, answer in later:
-            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(answer)
-        return outputs
 
     def _attach_reports(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         reports, self._reports = self._reports, {}
@@ -222,7 +212,7 @@ class SessionScheduler(Scheduler):
                 # Nothing bounds this session, so nothing can make room for it.
                 self._end(request, refusal)
                 return
-            self._answer(request, FinishReason.LENGTH, refusal, report)
+            self._answer(request, FinishReason.LENGTH, refusal, report.to_wire())
         if self.sessions.consolidate_if_due(record):
             self._enqueue(request, RequestStatus.WAITING)
         elif record.state is SessionState.PARKED:
@@ -308,17 +298,20 @@ class SessionScheduler(Scheduler):
 
     def _missing_blocks(self, head: Request | None) -> int:
         """Blocks that the running requests and the next waiting one need beyond those that are free."""
-        blocks, block_size = self.sessions.blocks, self.block_size
+        blocks = self.sessions.blocks
         growth = sum(
-            max(0, blocks_for(request.num_tokens, block_size) - blocks.num_blocks(request.request_id))
-            for request in self.running
+            max(0, self._blocks_of(request) - blocks.num_blocks(request.request_id)) for request in self.running
         )
         if head is not None:
             # The engine keeps its watermark only beside running requests: alone, the head may take everything.
             watermark = blocks.num_watermark_blocks() if self.running else 0
-            wanted = blocks_for(head.num_tokens, block_size) + watermark
+            wanted = self._blocks_of(head) + watermark
             growth += max(0, wanted - blocks.num_blocks(head.request_id))
         return growth - blocks.num_free_blocks()
+
+    def _blocks_of(self, request: Request) -> int:
+        """Blocks that hold a request's tokens; all that it may ever hold if it has a policy."""
+        return blocks_for(self.compactions.bound(request.request_id) or request.num_tokens, self.block_size)
 
     def _park(self, record: SessionRecord) -> None:
         if record.state is SessionState.IDLE:
@@ -343,56 +336,22 @@ class SessionScheduler(Scheduler):
         self.sessions.close(request.request_id)
         return freed
 
-    def has_finished_requests(self) -> bool:
-        """Whether a step is owed although nothing is to be computed: also when an answer is waiting."""
-        return bool(self._answers) or bool(super().has_finished_requests())
-
-    # -- answers and failures ---------------------------------------------------------------------------------------
-
-    def _answer(
-        self, request: Request, reason: FinishReason, refusal: Refuse, report: ChunkReport | None = None
-    ) -> None:
-        report = report or ChunkReport(
-            chunk=0, resident_tokens=0, num_blocks=0, code=refusal.code, message=refusal.message
-        )
-        self._answers.append(
-            (
-                request.client_index,
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=reason,
-                    stop_reason=STOP_PREFIX + refusal.code,
-                    kv_transfer_params=report.to_wire(),
-                ),
-            )
-        )
+    # -- failures ---------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, refusal: Refuse) -> None:
-        """End a session with an error; the others go on."""
-        self.sessions.events.emit(
-            SessionFailed(request_id=request.request_id, code=refusal.code, message=refusal.message)
-        )
-        self._answer(request, FinishReason.ERROR, refusal)
-        self.sessions.fail(request.request_id)
+        """End a request or a session with an error; the others go on."""
+        if request.resumable:
+            self.sessions.events.emit(
+                SessionFailed(request_id=request.request_id, code=refusal.code, message=refusal.message)
+            )
+            self.sessions.fail(request.request_id)
         # The request may be a chunk's message: what lives in the queues is the session's own request.
         live = self.requests.get(request.request_id)
-        if live is None or live.is_finished():
-            return
-        if live.status == RequestStatus.WAITING_FOR_STREAMING_REQ and live not in self.skipped_waiting:
+        if (
+            live is not None
+            and live.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+            and live not in self.skipped_waiting
+        ):
             # Between two queues: the stock bookkeeping must not subtract it from the idle count again.
             live.status = RequestStatus.WAITING
-        self.finish_requests(live.request_id, RequestStatus.FINISHED_ERROR)
-
-    def _guarded(self, request: Request, hook: Callable[[], object]) -> bool:
-        """Run one session's part of a hook; return whether it went well.
-
-        Whatever it raises ends that session and nothing else (R.13).
-        """
-        try:
-            hook()
-        except Exception as error:  # noqa: BLE001 - the one place that must: nothing may stop the engine for others
-            log_fault("hook.failed", request_id=request.request_id)
-            self._end(request, Refuse("internal_error", f"{type(error).__name__}: {error}"))
-            return False
-        return True
+        super()._end(request, refusal)

@@ -54,6 +54,8 @@ SURFACE: tuple[PrivateName, ...] = (
         _handle_stopped_request="self request",
         _preempt_request="self request timestamp drop_stale_output",
         _free_request="self request delay_free_blocks",
+        _reserve_prefill_lookahead="self request num_computed_tokens num_new_tokens",
+        _get_local_prefix_cache_hit="self request",
         _enqueue_waiting_request="self request",
     ),
     *_attributes(
@@ -76,7 +78,12 @@ SURFACE: tuple[PrivateName, ...] = (
     *_attributes(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager", "coordinator block_pool enable_caching watermark_blocks"
     ),
-    *_methods("vllm.v1.core.kv_cache_manager", "KVCacheManager", free="self request"),
+    *_methods(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        free="self request",
+        truncate_computed_blocks="self blocks num_computed_tokens",
+    ),
     *_attributes("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
     *_attributes(
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -84,14 +91,30 @@ SURFACE: tuple[PrivateName, ...] = (
         "req_to_blocks num_cached_block block_size",
     ),
     *_methods(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager",
+        get_num_blocks_to_allocate="self request_id num_tokens new_computed_blocks total_computed_tokens "
+        "num_local_computed_tokens num_tokens_main_model apply_admission_cap",
+        allocate_new_blocks="self request_id num_tokens num_tokens_main_model",
+        cache_blocks="self request num_tokens retention_interval",
+        get_num_common_prefix_blocks="self running_request_id",
+    ),
+    *_methods("vllm.v1.kv_cache_interface", "FullAttentionSpec", max_memory_usage_bytes="self vllm_config"),
+    *_methods(
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry",
+        register="kvcache_spec_cls manager_class uniform_type_base_spec",
+    ),
+    *_methods(
         "vllm.v1.core.block_pool",
         "BlockPool",
+        get_new_blocks="self num_blocks",
         evict_blocks="self block_ids",
         free_blocks="self ordered_blocks",
         get_num_free_blocks="self",
     ),
     *_attributes("vllm.v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
-    *_attributes("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id ref_cnt is_null"),
+    *_attributes("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_id ref_cnt is_null block_hash"),
     *_methods("vllm.v1.core.sched.request_queue", "RequestQueue", remove_requests="self requests"),
     *_methods(
         "vllm.v1.metrics.stats",
@@ -103,9 +126,26 @@ SURFACE: tuple[PrivateName, ...] = (
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
         _prepare_inputs="self scheduler_output num_scheduled_tokens",
+        _update_states="self scheduler_output",
+        get_kv_cache_spec="self",
+        initialize_kv_cache="self kv_cache_config is_profiling",
+        sample_tokens="self grammar_output",
         _update_streaming_request="self req_id new_req_data",
     ),
-    *_attributes("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "positions req_indices input_batch"),
+    *_attributes(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        "positions req_indices input_batch requests seq_lens optimistic_seq_lens_cpu query_start_loc kv_caches",
+    ),
+    *_attributes("vllm.v1.worker.gpu_input_batch", "InputBatch", "num_reqs req_ids req_id_to_index block_table"),
+    *_attributes("vllm.v1.worker.gpu_input_batch", "CachedRequestState", "block_ids generator"),
+    *_methods(
+        "vllm.v1.worker.block_table",
+        "MultiGroupBlockTable",
+        clear_row="self row_idx",
+        add_row="self block_ids row_idx",
+        compute_slot_mapping="self num_reqs query_start_loc positions",
+    ),
     *_methods("vllm.v1.worker.cpu_worker", "CPUWorker", init_device="self"),
     *_methods("vllm.v1.worker.gpu_worker", "Worker", init_device="self"),
     # Front end.
@@ -117,6 +157,14 @@ SURFACE: tuple[PrivateName, ...] = (
     ),
     *_attributes(
         "vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats _add_streaming_input_request"
+    ),
+    *_attributes(
+        "vllm.v1.engine.llm_engine", "LLMEngine", "output_processor renderer log_stats logger_manager vllm_config"
+    ),
+    *_methods(
+        "vllm.entrypoints.llm",
+        "LLM",
+        _render_and_add_requests="self prompts params lora_requests priorities",
     ),
     *_methods(
         "vllm.v1.engine.output_processor",

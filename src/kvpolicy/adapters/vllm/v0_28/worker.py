@@ -7,10 +7,10 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvpolicy.adapters.vllm.v0_28.runner import SessionCPUModelRunner, SessionGPUModelRunner
+from kvpolicy.adapters.vllm.v0_28.runner import PolicyCPUModelRunner, PolicyGPUModelRunner
 
 
-class SessionCPUWorker(CPUWorker):
+class PolicyCPUWorker(CPUWorker):
     """The CPU worker with our runner.
 
     The stock worker builds its runner inside ``init_device``, without a factory: ours takes its place before the
@@ -21,14 +21,14 @@ class SessionCPUWorker(CPUWorker):
         """Set up the device, then replace the runner."""
         super().init_device()
         self.model_runner: Any = None  # the stock one goes before ours is made: both hold large buffers
-        self.model_runner = SessionCPUModelRunner(self.vllm_config, self.device)
+        self.model_runner = PolicyCPUModelRunner(self.vllm_config, self.device)
 
 
-class SessionGPUWorker(Worker):
+class PolicyGPUWorker(Worker):
     """The CUDA worker with our V1 runner."""
 
     def init_device(self) -> None:
         """Set up the device, then replace the runner."""
         super().init_device()
         self.model_runner: Any = None
-        self.model_runner = SessionGPUModelRunner(self.vllm_config, self.device)
+        self.model_runner = PolicyGPUModelRunner(self.vllm_config, self.device)

@@ -1,0 +1,92 @@
+"""The offline facade: vLLM's own LLM with a policy for its KV cache. It only translates."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
+from kvpolicy.adapters.vllm.v0_28.engine_args import policy_arguments
+from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
+from kvpolicy.adapters.vllm.v0_28.output_processor import PolicyOutputProcessor
+from kvpolicy.adapters.vllm.v0_28.wire import RequestKey
+from kvpolicy.core.errors import PolicyUsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals
+
+
+class LLM(vllm.LLM):
+    """vLLM's offline engine, with ``kv_cache_policy``.
+
+    Takes every argument of the stock class. What a policy did to a request is in
+    ``RequestOutput.kv_transfer_params["kvpolicy"]``.
+    """
+
+    def __init__(self, model: str, *, kv_cache_policy: str | Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        """Start an engine.
+
+        Args:
+            model: Hugging Face id or folder.
+            kv_cache_policy: for every request that brings none in ``SamplingParams.extra_args["kv_cache_policy"]``: a
+                name, or a mapping with its options such as ``{"type": "randkv", "budget": 2048}``. "off": requests are
+                dense unless they bring one. Unset: the engine is the stock one.
+            **arguments: stock arguments.
+
+        Raises:
+            PolicyUsageError: every reason why that cannot be, before the engine is started.
+        """
+        arguments = {"model": model, **arguments}
+        if kv_cache_policy is not None:
+            arguments = policy_arguments(arguments, kv_cache_policy)
+        super().__init__(**arguments)
+        engine = self.llm_engine
+        counters = CompactionCounters()
+        self._admission = admission_of(engine.vllm_config)
+        self._counters = counters
+        # No step has run yet: nothing is lost with the stock one.
+        engine.output_processor = PolicyOutputProcessor(
+            engine.renderer.tokenizer,
+            log_stats=engine.log_stats,
+            stream_interval=engine.vllm_config.scheduler_config.stream_interval,
+            tracing_enabled=engine.vllm_config.observability_config.otlp_traces_endpoint is not None,
+            admission=self._admission,
+            counters=counters,
+        )
+        if engine.logger_manager is not None:
+            show = CompactionStatLogger(engine.vllm_config, counters=counters)
+            engine.logger_manager.stat_loggers.append(show)
+
+    @property
+    def compaction_totals(self) -> CompactionTotals:
+        """Engine-wide counters, as of the last output."""
+        return self._counters.totals
+
+    def _render_and_add_requests(self, prompts: Any, params: Sequence[Any], **more: Any) -> list[str]:
+        """Add the prompts of one call; each draws by its position in it."""
+        keyed = [_with_key(params[i], str(i)) for i in range(len(params))]
+        request_ids: list[str] = super()._render_and_add_requests(prompts, keyed, **more)
+        return request_ids
+
+    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search with beams, where no request can have a policy.
+
+        Raises:
+            PolicyUsageError: the engine was started for policies.
+        """
+        if self._admission.options.compacts:
+            raise PolicyUsageError("beam_search: not supported with kv_cache_policy; use an engine without it")
+        return super().beam_search(*args, **kwargs)
+
+
+def _with_key(params: Any, key: str) -> Any:
+    """Return a copy of sampling parameters that carries a request key; anything else as it is."""
+    if not hasattr(params, "extra_args"):
+        return params
+    keyed = copy(params)
+    keyed.extra_args = RequestKey(key).to_extra_args(params.extra_args)
+    return keyed
