@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
-from kvpolicy.adapters.vllm.v0_28.options import CONFIG_KEY, POLICY_KEY, EngineOptions
+from kvpolicy.adapters.vllm.v0_28.options import CONFIG_KEY, POLICY_KEY, EngineOptions, policy_errors
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def _with_seams(arguments: Mapping[str, Any], scheduler: str, options: Mapping[s
     if not isinstance(additional, Mapping):
         reasons.append(f"additional_config: expected a mapping, got {type(additional).__name__}")
     if reasons:
-        raise PolicyUsageError(reasons)
+        # There will be no configuration to check; what else can be known without one is said now.
+        raise PolicyUsageError([*policy_errors(options.get(POLICY_KEY)), *reasons])
     set_options = {name: value for name, value in options.items() if value is not None}
     if set_options:
         additional = {**additional, CONFIG_KEY: {**additional.get(CONFIG_KEY, {}), **set_options}}

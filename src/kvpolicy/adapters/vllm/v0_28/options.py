@@ -115,6 +115,15 @@ class EngineOptions:
         return int(trained or config.model_config.max_model_len)
 
 
+def policy_errors(value: object) -> tuple[str, ...]:
+    """Return why whoever starts an engine cannot have a policy; empty if they can."""
+    try:
+        policy_from(value, built_in_policies(), _imported)
+    except PolicyUsageError as error:
+        return error.reasons
+    return ()
+
+
 def _imported(name: str) -> PolicyFactory:
     module_name, _, attribute = name.partition(":")
     try:

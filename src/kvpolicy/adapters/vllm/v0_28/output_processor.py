@@ -6,6 +6,7 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -16,6 +17,7 @@ from vllm.v1.engine.output_processor import (
 )
 
 from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals, RequestKey
+from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 # Finish reasons that end a session; every other one ends a reply and is a chunk boundary.
 _TERMINAL = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+
+
+class RequestRefusedError(PolicyUsageError, VLLMClientError):
+    """The engine cannot serve a request with the policy it has; to vLLM's own server a mistake of the client's."""
 
 
 class PolicyOutputProcessor(OutputProcessor):
@@ -51,19 +57,22 @@ class PolicyOutputProcessor(OutputProcessor):
         """Register a request.
 
         Raises:
-            PolicyUsageError: every reason why the engine cannot serve it with the policy it has.
+            RequestRefusedError: every reason why the engine cannot serve it with the policy it has.
         """
         params = request.sampling_params
         if params is not None and not request.resumable and request.request_id not in self.request_states:
             key = RequestKey.from_extra_args(params.extra_args) or request.external_req_id or request.request_id
             if parent_req is not None:
                 key = f"{key}/{request_index}"
-            record = self._admission.admit(
-                params.extra_args,
-                prompt_length=len(request.prompt_token_ids or request.prompt_embeds or ()),
-                max_tokens=params.max_tokens,
-                request_key=key,
-            )
+            try:
+                record = self._admission.admit(
+                    params.extra_args,
+                    prompt_length=len(request.prompt_token_ids or request.prompt_embeds or ()),
+                    max_tokens=params.max_tokens,
+                    request_key=key,
+                )
+            except PolicyUsageError as error:
+                raise RequestRefusedError(error.reasons) from None
             if record is not None:
                 request.sampling_params = copy(params)
                 request.sampling_params.extra_args = RequestKey(key).to_extra_args(params.extra_args)

@@ -10,7 +10,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class PrivateName:
-    """One name: where it lives, and the parameters it must have (None: an attribute)."""
+    """One name: where it lives (no owner: in the module), and the parameters it must have (None: an attribute)."""
 
     module: str
     owner: str
@@ -146,6 +146,18 @@ SURFACE: tuple[PrivateName, ...] = (
         add_row="self block_ids row_idx",
         compute_slot_mapping="self num_reqs query_start_loc positions",
     ),
+    # How the CPU backend lays its cache out is learned by writing to it.
+    *_methods(
+        "vllm._custom_ops",
+        "",
+        cpu_attn_reshape_and_cache="key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype",
+    ),
+    *_methods("vllm.v1.attention.backends.cpu_attn", "", _get_attn_isa="dtype block_size head_size kv_cache_dtype"),
+    *_methods(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackend",
+        get_kv_cache_shape="num_blocks block_size num_kv_heads head_size cache_dtype_str",
+    ),
     *_methods("vllm.v1.worker.cpu_worker", "CPUWorker", init_device="self"),
     *_methods("vllm.v1.worker.gpu_worker", "Worker", init_device="self"),
     # Front end.
@@ -194,8 +206,9 @@ def surface_errors() -> tuple[str, ...]:
 
 
 def _error_of(name: PrivateName) -> str | None:
-    owner = getattr(importlib.import_module(name.module), name.owner, None)
-    where = f"{name.module}.{name.owner}.{name.name}"
+    module = importlib.import_module(name.module)
+    owner: Any = getattr(module, name.owner, None) if name.owner else module
+    where = ".".join(filter(None, (name.module, name.owner, name.name)))
     if owner is None:
         return f"{name.module}.{name.owner}: expected a class, it is gone"
     if name.parameters is None:
