@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvpolicy.adapters import vllm as adapter
-from kvpolicy.adapters.vllm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
+from kvpolicy.adapters.vllm import LLM, AsyncLLM
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, policy_arguments, session_engine_args
 from tests.models import tiny_llama
 from tests.pages import ROOT, Block, python_blocks, python_pages
 
@@ -71,7 +71,30 @@ def make_engine(engine: AsyncLLM, model: Path, monkeypatch: pytest.MonkeyPatch) 
     return make
 
 
-@pytest.mark.usefixtures("make_engine")
+@pytest.fixture
+def make_llm(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Start a page's ``LLM``, on the tiny model; one lives at a time."""
+    started: list[LLM] = []
+
+    def stop() -> None:
+        while started:
+            started.pop().llm_engine.engine_core.shutdown()
+
+    def make(**arguments: Any) -> LLM:
+        assert arguments.pop("model") in {str(model), "..."}
+        # What cannot be is refused here, and leaves the page's running engine alone.
+        given = {name: value for name, value in arguments.items() if name != "kv_cache_policy"}
+        policy_arguments({"model": str(model), **UNSEEN, **given}, arguments["kv_cache_policy"])
+        stop()
+        started.append(LLM(model=str(model), **UNSEEN, **arguments))
+        return started[-1]
+
+    monkeypatch.setattr(adapter, "LLM", make)
+    yield make
+    stop()
+
+
+@pytest.mark.usefixtures("make_engine", "make_llm")
 @pytest.mark.parametrize("page", python_pages(engine=True), ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_runs(
     page: Path, engine: AsyncLLM, model: Path, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import pytest
 import kvpolicy
 from kvpolicy.core import errors, events
 from kvpolicy.core.budget import RetentionBudget
+from kvpolicy.core.policies import RandKV, SinkWindow
 from kvpolicy.core.states import SessionState
 from tests.pages import DOCS, ROOT, anchors, blocks, generated, links, pages, python_blocks, python_pages
 
@@ -196,6 +197,18 @@ def test_every_guard_is_documented() -> None:
     )
     ours = (ADAPTER / "engine_args.py").read_text(encoding="utf-8").split("ours = {", 1)[1].split("}", 1)[0]
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
+
+
+def test_every_option_and_counter_of_policies_is_documented() -> None:
+    page = REFERENCE / "kv-cache-policy.md"
+    for section, policy in (("randkv", RandKV), ("sink_window", SinkWindow)):
+        assert first_names(page, section) == [attribute.name for attribute in attrs.fields(policy)]
+        for row in rows(page, section):
+            assert row[1].strip('"') == str(getattr(policy(), names(row[0])[0]))
+    wire = (ADAPTER / "wire.py").read_text(encoding="utf-8").split("class CompactionResult:", 1)[1].split("def ", 1)[0]
+    assert first_names(page, "Result") == re.findall(r"^    (\w+): int$", wire, re.MULTILINE)
+    counters = re.findall(r'"(\w+)": \("([\w:]+)"', (ADAPTER / "metrics.py").read_text(encoding="utf-8"))
+    assert [(names(row[1])[0], names(row[0])[0]) for row in rows(page, "Metrics")] == counters
 
 
 def test_every_state_is_explained() -> None:
