@@ -20,3 +20,13 @@ class _Broken(RandKV):
 def Broken(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - named like a class, which it stands for
     """Return a policy whose first event fails."""
     return _Broken.from_mapping(options)
+
+
+class _BrokenSchedule(RandKV):
+    def schedule(self, prompt_length: int, *, block_size: int) -> Any:
+        raise ArithmeticError(f"{prompt_length} in {block_size}")
+
+
+def BrokenSchedule(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - likewise
+    """Return a policy that fails when it is asked when it acts."""
+    return _BrokenSchedule.from_mapping(options)

@@ -28,7 +28,9 @@ def engine(tiny_model: Path) -> Iterator[SteppedEngine]:
         block_size=BLOCK,
         kv_cache_policy="off",
         max_model_len=1024,
-        additional_config={"kvpolicy": {"policies": ["tests.integration.policies:Broken"]}},
+        additional_config={
+            "kvpolicy": {"policies": ["tests.integration.policies:Broken", "tests.integration.policies:BrokenSchedule"]}
+        },
     )
     yield engine
     engine.close()
@@ -123,7 +125,8 @@ def test_a_replay_goes_from_event_to_event(engine: SteppedEngine) -> None:
 
 def test_forty_requests_that_cannot_all_fit_are_never_preempted(engine: SteppedEngine) -> None:
     free = engine.num_free_blocks()
-    hostage = pool(engine).get_new_blocks(free - 3 * PEAK_BLOCKS - 2)
+    # Room for three, and for the prompt of a fourth.
+    hostage = pool(engine).get_new_blocks(free - 3 * PEAK_BLOCKS - 4)
     before = engine.scheduler.totals.num_preemptions
     ids = [engine.start(f"r{i}", prompt(i), 60 + i, policy=RANDKV) for i in range(40)]
     most = 0
@@ -348,6 +351,10 @@ def test_the_table_of_worker_and_scheduler_agree_after_every_step(engine: Steppe
                 assert engine.runner.requests[request_id].block_ids[0] == ids
                 assert rows.block_table.np[row].tolist()[: len(ids)] == ids
                 assert rows.num_blocks_per_row[row] == len(ids)
+                # What attention went by in the last step: physical, on the device and on the host.
+                physical = request.num_computed_tokens - engine.scheduler.compactions.kv_shift(request_id)
+                assert int(engine.runner.seq_lens[row]) == physical
+                assert int(engine.runner.optimistic_seq_lens_cpu[row]) == physical
 
     engine.answer("a", on_step=watch)
     engine.answer("b", on_step=watch)
@@ -378,12 +385,12 @@ def test_what_was_done_is_reported(engine: SteppedEngine) -> None:
     assert totals.relocate_s > before.relocate_s
 
 
-def test_a_policy_that_fails_ends_its_own_request_alone(engine: SteppedEngine) -> None:
+@pytest.mark.parametrize("name", ["Broken", "BrokenSchedule"])
+def test_a_policy_that_fails_ends_its_own_request_alone(engine: SteppedEngine, name: str) -> None:
     free = engine.num_free_blocks()
     expected = engine.complete(prompt(5), greedy(80), request_id="alone").token_ids
-    engine.start(
-        "bad", PROMPT, 80, policy={"type": "tests.integration.policies:Broken", "budget": 64, "buffer_size": 8}
-    )
+    policy = {"type": f"tests.integration.policies:{name}", "budget": 64, "buffer_size": 8}
+    engine.start("bad", PROMPT, 80, policy=policy)
     engine.send("other", prompt(5), greedy(80), resumable=False)
     answer = engine.answer("bad")
     assert answer.finish_reason == "error"

@@ -15,6 +15,7 @@ from kvpolicy.adapters.vllm.v0_28.compactions import AppliedEvent, CompactionBoo
 from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
 from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, cache_errors, compaction_errors
 from kvpolicy.adapters.vllm.v0_28.kv_spec import register_bounded_spec
+from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, Compaction, CompactionTotals, StepDirective
 from kvpolicy.core.errors import PolicyUsageError
@@ -84,6 +85,10 @@ class CompactionScheduler(AnsweringScheduler):
             self.compactions.admit(request)
         except PolicyUsageError as error:
             self._answer(request, FinishReason.ERROR, Refuse("not_admitted", str(error)))
+            return False
+        except Exception as error:  # noqa: BLE001 - a policy of somebody else's may raise anything
+            log_fault("admission.failed", request_id=request.request_id)
+            self._answer(request, FinishReason.ERROR, Refuse("internal_error", f"{type(error).__name__}: {error}"))
             return False
         return True
 

@@ -7,6 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMClientError
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -67,7 +68,9 @@ class PolicyOutputProcessor(OutputProcessor):
             try:
                 record = self._admission.admit(
                     params.extra_args,
-                    prompt_length=len(request.prompt_token_ids or request.prompt_embeds or ()),
+                    prompt_length=length_from_prompt_token_ids_or_embeds(
+                        request.prompt_token_ids, request.prompt_embeds
+                    ),
                     max_tokens=params.max_tokens,
                     request_key=key,
                 )
