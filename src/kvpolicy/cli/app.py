@@ -115,6 +115,81 @@ def demo(  # noqa: PLR0913 - one per option
     raise typer.Exit(run_demo(options, console))
 
 
+bench_app = typer.Typer(no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure policies against vLLM's own engine, and what an event costs by itself."""
+
+
+@bench_app.command()
+def decode(  # noqa: PLR0913 - one per option
+    *,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Case to measure; may be given several times: long-3000, long-8000, tight-pool, short, off, smollm. "
+            "Unset: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer tokens: to see that it works.")] = False,
+    pairs: Annotated[int, typer.Option(min=1, help="How often every engine takes its turn.")] = 5,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy to measure; may be given several times: randkv-head, randkv-shared, randkv-block, "
+            "sink-window. Unset: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    flags: Annotated[
+        str,
+        typer.Option(
+            help="eager (no compilation, no prefix caching), production (vLLM's defaults, with prefix caching) or both."
+        ),
+    ] = "eager",
+    output: Annotated[Path, typer.Option(help="Folder for the report and the engines' logs.")] = Path("bench-output"),
+    json: Annotated[
+        Path | None, typer.Option(help="File for the report. Unset: decode.json in that folder.", show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model in place of every case's own.", hidden=True)] = None,
+) -> None:
+    """Let stock vLLM and engines with policies take turns on the same prompts, and compare them.
+
+    One engine runs at a time, while the others wait. The exit status is 1 if an engine failed.
+    """
+    from rich.console import Console
+
+    from kvpolicy.cli.bench.cases import find_cases, find_flags, find_policies
+    from kvpolicy.cli.bench.decode import DecodeOptions, run_decode, sized
+
+    options = DecodeOptions(
+        cases=sized(find_cases(case or ()), is_quick=quick),
+        flags=find_flags(flags),
+        policies=find_policies(policies or ()),
+        pairs=pairs,
+        output=output,
+        json=json or output / "decode.json",
+        model=model,
+    )
+    raise typer.Exit(run_decode(options, Console()))
+
+
+@bench_app.command()
+def kernels(
+    json: Annotated[Path | None, typer.Option(help="Write the times as JSON to this file.", show_default=False)] = None,
+) -> None:
+    """Time one event, the planner and its vectorised form, without an engine (about 15 s)."""
+    from rich.console import Console
+
+    from kvpolicy.cli.bench.kernels import run_kernels
+
+    raise typer.Exit(run_kernels(Console(), json))
+
+
 @app.command()
 def model(
     cache: Annotated[

@@ -68,7 +68,7 @@ def demo_model(cache: Path | None = None, *, progress: Callable[[str], None] | N
     scratch = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}-", dir=root))
     try:
         _run_conversion(gguf, scratch)
-        _publish(scratch, folder)
+        publish(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     say("Model ready.")
@@ -152,7 +152,7 @@ def _run_conversion(gguf: Path, folder: Path) -> None:
         )
 
 
-def _publish(scratch: Path, folder: Path) -> None:
+def publish(scratch: Path, folder: Path) -> None:
     """Move the finished folder to its final name; leave one that another process put there meanwhile."""
     try:
         scratch.rename(folder)

@@ -12,16 +12,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import os
-import signal
 import sys
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
 from kvpolicy.adapters.vllm import adapter_package
+from kvpolicy.cli.child_channel import describe, end_with, take_over_stdout
 from kvpolicy.cli.chunks import take_chunks
 from kvpolicy.cli.rows import ChunkRow, EngineKind, Outcome, StreamSettings
 
@@ -29,38 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvpolicy.adapters.vllm import Reply
-
-    Send = Callable[..., None]
-
-_PARENT_POLL_S = 0.5
+    from kvpolicy.cli.child_channel import Send
 
 
 def main() -> None:
     """Run the job on standard input and report it on standard output."""
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    send = _take_over_stdout()
+    end_with(int(sys.argv[1]))
+    send = take_over_stdout()
     job = json.loads(sys.stdin.read())
     settings = StreamSettings(**job["settings"])
     asyncio.run(_run(EngineKind(job["kind"]), settings, job["text"], send))
-
-
-def _end_with(parent: int) -> None:
-    """End this process group, engine processes included, when the parent is gone however it went."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _take_over_stdout() -> Send:
-    """Return the function that sends a message; from now on, printing goes to the log."""
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def send(message: str, **fields: Any) -> None:  # noqa: ANN401 - JSON values
-        channel.write(json.dumps({"message": message, **fields}) + "\n")
-        channel.flush()
-
-    return send
 
 
 async def _run(kind: EngineKind, settings: StreamSettings, text: str, send: Send) -> None:
@@ -84,9 +59,7 @@ async def _run(kind: EngineKind, settings: StreamSettings, text: str, send: Send
 
 
 def _send_end(send: Send, outcome: Outcome, error: Exception) -> None:
-    # The message of some errors is a page of advice: its first line says what happened.
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    send("end", outcome=outcome.value, error=f"{type(error).__name__}: {first_line}".rstrip(": "))
+    send("end", outcome=outcome.value, error=describe(error))
 
 
 async def _stream(baseline: Any, engine: Any, settings: StreamSettings, text: str, send: Send) -> None:  # noqa: ANN401 - vLLM's
