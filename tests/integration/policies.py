@@ -30,3 +30,8 @@ class _BrokenSchedule(RandKV):
 def BrokenSchedule(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - likewise
     """Return a policy that fails when it is asked when it acts."""
     return _BrokenSchedule.from_mapping(options)
+
+
+def KeyErrors(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - likewise
+    """Turn down options as no factory should."""
+    raise KeyError(str(options))

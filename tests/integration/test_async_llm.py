@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,7 +89,7 @@ def frontend_sizes(engine: AsyncLLM) -> dict[str, int]:
         "output text": len(state.detokenizer.output_text),
         "queue": len(state.input_chunk_queue or ()),
         "ids": len(processor.external_req_ids),
-        "sent": len(engine._sent_chunks),
+        "sent": len(engine._streams),
     }
 
 
@@ -155,6 +156,38 @@ def test_the_low_level_form(engine: AsyncLLM, run: Run[None]) -> None:
                 answered.release()
         assert [tuple(tokens) for tokens in said[:-1]] == expected
         assert repr(params) == before
+
+    run(use())
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.2])
+def test_reply_k_belongs_to_chunk_k_however_slow_the_consumer_is(
+    engine: AsyncLLM, run: Run[None], delay_s: float
+) -> None:
+    """The stream never waits for a reply; what the consumer has not read yet stays apart (R.5)."""
+
+    async def use() -> None:
+        chunks = random_chunks(3, 25, 18, 24)
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
+            expected = [(await session.push(chunk)).token_ids for chunk in chunks]
+        taken = 0
+
+        async def stream() -> AsyncGenerator[StreamingInput, None]:
+            nonlocal taken
+            for chunk in chunks:
+                taken += 1
+                yield StreamingInput(prompt=TokensPrompt(prompt_token_ids=chunk))
+
+        params = exact(5, extra_args={"streaming_retention": WINDOW}, output_kind=RequestOutputKind.DELTA)
+        pauses = random.Random(5)
+        said: list[list[int]] = [[]]
+        async for output in engine.generate(stream(), params, "slow"):
+            said[-1] += output.outputs[0].token_ids
+            if output.outputs[0].finish_reason is not None:
+                said.append([])
+                await asyncio.sleep(delay_s * pauses.random())
+        assert [tuple(tokens) for tokens in said[:-1]] == expected
+        assert taken == len(chunks)
 
     run(use())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ from vllm import SamplingParams
 
 from kvpolicy.adapters.vllm import LLM, AsyncLLM
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.policies import RandKV
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +128,55 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_is_sent(llm: LLM) 
     assert len(generate(llm, [PROMPT], params(max_tokens=3))[0].outputs[0].token_ids) == 3
 
 
+def test_a_stop_string_hides_nothing(llm: LLM) -> None:
+    """It ends a request in the front end; the engine only hears that the request is aborted."""
+    [whole] = generate(llm, [PROMPT], params())
+    text = whole.outputs[0].text
+    stop = next(text[i : i + 4] for i in range(len(text) * 3 // 4, len(text)) if text.index(text[i : i + 4]) == i)
+    [output] = generate(llm, [PROMPT], params(stop=[stop]))
+    assert output.outputs[0].finish_reason == "stop"
+    num_tokens = len(output.outputs[0].token_ids)
+    assert 60 < num_tokens < 120
+    result = output.kv_transfer_params["kvpolicy"]
+    assert result["logical_length"] == 40 + num_tokens - 1
+    assert result["num_events"] >= 1
+    assert result["physical_length"] == result["logical_length"] - result["num_dropped"] <= result["bound"]
+
+
+def test_a_policy_may_be_any_mapping(llm: LLM) -> None:
+    class Text(str):
+        __slots__ = ()
+
+    same = [
+        params(extra_args={"kv_cache_policy": policy})
+        for policy in (POLICY, MappingProxyType(POLICY), Text(json.dumps(POLICY)))
+    ]
+    outputs = [generate(llm, [PROMPT], each)[0].outputs[0].token_ids for each in same]
+    assert outputs[0] == outputs[1] == outputs[2]
+    huge = params(extra_args={"kv_cache_policy": {"type": "randkv", "budget": 2**70}})
+    [output] = generate(llm, [PROMPT], huge)
+    assert output.kv_transfer_params["kvpolicy"]["num_events"] == 0
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"kv_cache_policy": {"type": "randkv", "budget": object()}},
+        {"kv_cache_policy": {"type": "randkv", "budget": [[[]]]}},
+        {"kv_cache_policy": '{"type": ' + "[" * 985 + "]" * 985 + "}"},
+        {"kv_cache_policy": POLICY, "streaming_retention": {}},
+        {"streaming_retention": {}},
+    ],
+)
+def test_what_a_request_cannot_ask_for_is_a_value_error_that_leaves_nothing_behind(
+    llm: LLM, extra: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        generate(llm, [PROMPT, PROMPT], [params(), params(extra_args=extra)])
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(generate(llm, [PROMPT], params(max_tokens=3))[0].outputs[0].token_ids) == 3
+
+
 def test_beam_search_is_refused(llm: LLM) -> None:
     with pytest.raises(PolicyUsageError, match="beam_search"):
         llm.beam_search([PROMPT], None)
@@ -139,6 +191,10 @@ def test_beam_search_is_refused(llm: LLM) -> None:
         ({"type": "randkv", "budget": "many"}, {}, ("'many'",)),
         (5, {}, ("got 5",)),
         ("no.such.module:policy", {}, ("no.such.module:policy",)),
+        (".relative:policy", {}, (".relative:policy",)),
+        ("tests.integration.policies:KeyErrors", {}, ("KeyErrors",)),
+        ("randkv", {"additional_config": {"kvpolicy": "x"}}, ("additional_config", "str")),
+        ("randkv", {"kv_cache_dtype": "bfloat16"}, ("--kv-cache-dtype bfloat16", "float32")),
         (
             "nope",
             {"async_scheduling": True, "scheduler_cls": "mine"},
@@ -197,7 +253,15 @@ def test_the_asynchronous_engine(tiny_model: Path) -> None:
             assert (await text("one"))[0] == first
             # A key that a client slips in does not count.
             assert (await text("one", extra_args={"kvpolicy": {"request_key": "two"}}))[0] == first
-            assert [progress["num_events"] for progress in told] == [1, 2, 3, 4, 5, 5]
+            # Outputs that nobody has read in time are merged, so some moments may be missing.
+            lengths = [progress["logical_length"] for progress in told]
+            assert len(told) > 60
+            assert lengths == sorted(set(lengths))
+            assert (lengths[0], lengths[-1]) == (40, 159)
+            schedule = RandKV(budget=64, buffer_size=16).schedule(40, block_size=16)
+            for progress in told:
+                assert progress["num_events"] == schedule.events_due_by(progress["logical_length"] - 1)
+                assert progress["physical_length"] == progress["logical_length"] - progress["num_dropped"] <= 96
             assert told[-1]["physical_length"] == 94
             with pytest.raises(PolicyUsageError, match="expected at most 64 tokens"):
                 async for _ in engine.generate({"prompt_token_ids": list(range(5, 105))}, params(), "long"):

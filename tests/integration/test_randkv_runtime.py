@@ -183,6 +183,27 @@ def test_a_request_that_cannot_be_is_answered_at_once_and_the_engine_goes_on(
     assert len(run(engine, length=5).token_ids) == 5
 
 
+def test_a_second_request_of_the_same_id_leaves_the_first_alone(engine: SteppedEngine) -> None:
+    expected = run(engine, length=100)
+    engine.start("a", PROMPT, 100, policy=RANDKV)
+    engine.run_until(lambda: engine.scheduler.requests["a"].num_tokens == 100)
+    told = len(engine.outputs["a"])
+    engine.start("a", prompt(2), 50, policy={"type": "randkv", "budget": 48, "buffer_size": 4})
+    engine.step()
+    refusals = [output for output in engine.outputs["a"][told:] if output.finish_reason is not None]
+    assert [output.stop_reason for output in refusals] == ["kvpolicy:id_in_use"]
+    engine.outputs["a"].remove(refusals[0])
+    answer = engine.answer("a")
+    assert answer.token_ids == expected.token_ids
+    assert answer.result == expected.result
+
+
+def test_a_key_that_cannot_be_written_is_refused(engine: SteppedEngine) -> None:
+    engine.start("\ud800", PROMPT, 100, policy=RANDKV, request_id="odd")
+    answer = engine.answer("odd")
+    assert answer.stop_reason == "kvpolicy:not_admitted"
+
+
 # -- prefix cache ---------------------------------------------------------------------------------------------------
 
 

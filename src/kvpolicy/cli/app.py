@@ -191,6 +191,43 @@ def kernels(
 
 
 @app.command()
+def plan(  # noqa: PLR0913 - one per option
+    policy: Annotated[str, typer.Argument(help="Name of a policy, or its options as JSON.")],
+    *,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
+    length: Annotated[int, typer.Option(min=1, help="Tokens stored in the end, the prompt included.")] = 600,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to show.")] = 2,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a layer.")] = 4,
+    block_size: Annotated[int, typer.Option(min=1, help="Entries in a block.")] = 16,
+    key: Annotated[str, typer.Option(help="The request's key, by which a random policy draws.")] = "0",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for a picture (PNG, SVG). Unset: none.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what a policy would keep of one generation, without an engine."""
+    from kvpolicy.cli.plan import draw, plan_generation, strips, summary
+    from kvpolicy.core.errors import PolicyUsageError
+
+    try:
+        planned = plan_generation(
+            policy,
+            prompt_length=prompt,
+            length=length,
+            num_layers=layers,
+            num_kv_heads=kv_heads,
+            block_size=block_size,
+            key=key,
+        )
+    except PolicyUsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    for line in (*summary(planned), *strips(planned, 80)):
+        typer.echo(line)
+    if output is not None:
+        for path in draw(planned, output):
+            typer.echo(path)
+
+
+@app.command()
 def model(
     cache: Annotated[
         Path | None,

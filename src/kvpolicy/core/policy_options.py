@@ -37,6 +37,33 @@ def policy_from(value: object, registry: PolicyRegistry, resolve: Resolver | Non
         PolicyUsageError: no such value, text that is not JSON, no ``type``, an unknown name, options that the policy
             rejects: every reason that can be known.
     """
+    try:
+        return _policy(value, registry, resolve)
+    # Any client may send such a value, and a message that shows it would fail as well.
+    except RecursionError:
+        raise _error(
+            "expected a name, a mapping, or a JSON object as text, got one that is nested too deeply"
+        ) from None
+
+
+def as_text(value: object) -> str:
+    """Return what a user wrote as a name or a JSON text, so that it can travel between processes.
+
+    >>> as_text({"type": "randkv", "budget": 256})
+    '{"type": "randkv", "budget": 256}'
+
+    Raises:
+        PolicyUsageError: JSON has no such value.
+    """
+    if isinstance(value, str):
+        return str(value)
+    try:
+        return json.dumps(dict(value) if isinstance(value, Mapping) else value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"expected options that JSON has: {error}") from None
+
+
+def _policy(value: object, registry: PolicyRegistry, resolve: Resolver | None) -> KVPolicy | None:
     if value is None:
         return None
     name, options = _named(value, registry, resolve)
@@ -72,8 +99,7 @@ def _named(value: object, registry: PolicyRegistry, resolve: Resolver | None) ->
 def _parsed(text: str) -> object:
     try:
         return json.loads(text)
-    # Any client may send such a text: one that is nested too deeply is a mistake of the client's as well.
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _error(f"expected a name or a JSON object, got text that is neither: {error}") from None
 
 
@@ -83,8 +109,10 @@ def _made(name: str, factory: PolicyFactory, options: Mapping[str, Any]) -> KVPo
         policy = factory(options)
     except PolicyUsageError as error:
         raise _error(*error.reasons) from None
-    # How a class of somebody else's turns down arguments.
-    except (TypeError, ValueError) as error:
+    except RecursionError:
+        raise
+    except Exception as error:
+        # However a class of somebody else's turns down arguments.
         raise _error(f"{name!r} does not take the options {dict(options)!r}: {error}") from error
     if not isinstance(policy, KVPolicy):
         raise _error(f"{name!r}: expected a policy (methods schedule and event_for), got {policy!r}")

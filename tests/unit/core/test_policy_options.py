@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,7 @@ from attrs import frozen
 
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.policies import RandKV, RequestSnapshot, SinkWindow, built_in_policies
-from kvpolicy.core.policy_options import policy_from
+from kvpolicy.core.policy_options import as_text, policy_from
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,9 +80,9 @@ def test_every_mistake_is_reported(value: object, reasons: list[str]) -> None:
     assert caught.value.reasons == tuple(f"kv_cache_policy: {reason}" for reason in reasons)
 
 
-@pytest.mark.parametrize("text", ['{"type": "randkv"', "{'type': 'randkv'}", '{"a":' * 100_000, '{"a": ' + "9" * 5000])
+@pytest.mark.parametrize("text", ['{"type": "randkv"', "{'type': 'randkv'}", '{"a": ' + "9" * 5000])
 def test_text_that_is_not_json(text: str) -> None:
-    """Neither deep nesting nor a number of thousands of digits gets past it: any client may send one."""
+    """Nor does a number of thousands of digits get past it: any client may send one."""
     with pytest.raises(PolicyUsageError, match=r"^kv_cache_policy: expected a name or a JSON object, got text that is"):
         policy_from(text, built_in_policies())
 
@@ -138,3 +139,29 @@ def test_a_registered_policy_is_made_the_same_way() -> None:
     assert policy_from({"type": "never", "level": 2}, registry) == Never(level=2)
     with pytest.raises(PolicyUsageError, match="'never' does not take the options"):
         policy_from({"type": "never", "lvl": 2}, registry)
+
+
+@pytest.mark.parametrize(
+    "value", ["randkv", "off", {"type": "randkv", "budget": 256}, MappingProxyType({"type": "off"})]
+)
+def test_as_text_says_the_same(value: Any) -> None:
+    text = as_text(value)
+    assert type(text) is str
+    assert policy_from(text, built_in_policies()) == policy_from(value, built_in_policies())
+
+
+@pytest.mark.parametrize("value", [{"type": "randkv", "budget": object()}, {"type": {1}}])
+def test_as_text_needs_what_json_has(value: Any) -> None:
+    with pytest.raises(PolicyUsageError, match="kv_cache_policy: expected options that JSON has"):
+        as_text(value)
+
+
+def test_a_mapping_that_is_nested_too_deeply_is_a_users_mistake() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ({"type": "randkv", "budget": deep}, '{"a":' * 100_000):
+        with pytest.raises(PolicyUsageError, match="nested too deeply"):
+            policy_from(value, built_in_policies())
+    while deep:
+        deep = deep.pop()

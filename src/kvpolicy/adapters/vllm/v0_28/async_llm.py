@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from copy import copy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from attrs import define
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
+from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
 from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
-from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor
+from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor, sendable
 from kvpolicy.adapters.vllm.v0_28.session import Session
 from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
@@ -95,9 +98,11 @@ class AsyncLLM(StockAsyncLLM):
         else:
             require_session_config(vllm_config)
         self._handler_may_run = False
-        self._sent_chunks: WeakKeyDictionary[RequestOutputCollector, int] = WeakKeyDictionary()
+        # By the queue that vLLM's input task has; the consumer reads from another.
+        self._streams: WeakKeyDictionary[RequestOutputCollector, _Stream] = WeakKeyDictionary()
         self._counters = CompactionCounters()
-        own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
+        if log_stats and EngineOptions.from_config(vllm_config).compacts:
+            own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
         super().__init__(
             vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
         )
@@ -196,23 +201,46 @@ class AsyncLLM(StockAsyncLLM):
         """Add a request; the parameters of a session are checked before anything is sent."""
         if isinstance(prompt, AsyncGenerator):
             self.checked_session_params(params)
-            prompt = self._checked_stream(prompt)
-        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        return await super().add_request(request_id, prompt, sendable(params), *args, **kwargs)
 
     async def _checked_stream(
-        self, stream: AsyncGenerator[StreamingInput, None]
+        self, stream: AsyncGenerator[StreamingInput, None], replies: BoundaryCollector
     ) -> AsyncGenerator[StreamingInput, None]:
+        """Pass a stream's chunks on: checked, and no further one while too many replies are unread."""
         async with aclosing(stream):
             async for chunk in stream:
                 if chunk.sampling_params is not None:
                     self.checked_session_params(chunk.sampling_params)
                 yield chunk
+                await replies.room()
 
-    async def _add_streaming_input_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
-        queue = await super()._add_streaming_input_request(*args, **kwargs)
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:  # noqa: FBT001, FBT002 - stock signature
+        """Abort requests. The input of a stream ends first, so that nothing comes after the abort."""
+        given = [request_id] if isinstance(request_id, str) else list(request_id)
+        ids = set(given)
+        if not internal:
+            external = self.output_processor.external_req_ids
+            ids = {internal_id for external_id in ids for internal_id in external.get(external_id, ())}
+        for stream in list(self._streams.values()):
+            if stream.replies.request_id in ids:
+                await stream.replies.stop_input()
+        await super().abort(given, internal)
+
+    async def _add_streaming_input_request(
+        self,
+        request_id: str,
+        input_stream: AsyncGenerator[StreamingInput, None],
+        sampling_params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> RequestOutputCollector:
+        replies = BoundaryCollector(sampling_params.output_kind)
+        stream = self._checked_stream(input_stream, replies)
+        queue = await super()._add_streaming_input_request(request_id, stream, sampling_params, *args, **kwargs)
         # The input task has been made but has not run yet, so this comes before its first chunk.
-        self._sent_chunks[queue] = 0
-        return queue
+        replies.adopt(queue)
+        self._streams[queue] = _Stream(replies)
+        return replies
 
     async def _add_request(
         self,
@@ -223,28 +251,49 @@ class AsyncLLM(StockAsyncLLM):
         queue: RequestOutputCollector,
     ) -> None:
         """Send one message to the engine core, marked with its place if it belongs to a session."""
-        ordinal = self._sent_chunks.get(queue)
-        if ordinal is None:
+        stream = self._streams.get(queue)
+        if stream is None:
             _without_marker(request)
+        elif not self._may_send(stream, request, queue.output):
+            return
         else:
-            is_final = not request.resumable
-            if ordinal > 0 and request.request_id not in self.output_processor.request_states:
-                # The session has ended meanwhile: nothing may be sent that could bring it back.
-                if is_final:
-                    return
-                raise SessionClosedError("session: it has ended; open a new one")
-            if ordinal == 0 and is_final:
-                queue.put(STREAM_FINISHED)  # no chunk ever came: no engine work
-                return
             request.sampling_params = copy(request.sampling_params)
-            marker = ChunkMarker(ordinal, final=is_final)
+            marker = ChunkMarker(stream.num_sent, final=not request.resumable)
             request.sampling_params.extra_args = marker.to_extra_args(request.sampling_params.extra_args)
-            self._sent_chunks[queue] = ordinal + 1
+            stream.num_sent += 1
+            queue = stream.replies
         await super()._add_request(request, prompt, parent_req, index, queue)
+
+    def _may_send(self, stream: _Stream, request: EngineCoreRequest, failure: Any) -> bool:
+        """Whether a message of a stream is to be sent; tell the consumer of what ended its input.
+
+        Raises:
+            SessionClosedError: the session has ended meanwhile: nothing may be sent that could bring it back.
+        """
+        is_final = not request.resumable
+        if is_final and isinstance(failure, Exception):
+            # What the stream, or the check of a chunk, has raised; vLLM's input task left it in its own queue.
+            stream.replies.put(failure)
+        if stream.num_sent > 0 and request.request_id not in self.output_processor.request_states:
+            if not is_final:
+                raise SessionClosedError("session: it has ended; open a new one")
+            return False
+        if stream.num_sent == 0 and is_final:
+            stream.replies.put(STREAM_FINISHED)  # no chunk ever came: no engine work
+            return False
+        return True
 
     def _run_output_handler(self) -> None:
         if self._handler_may_run:
             super()._run_output_handler()
+
+
+@define
+class _Stream:
+    """A stream of chunks: where its replies go, and the messages sent so far."""
+
+    replies: BoundaryCollector
+    num_sent: int = 0
 
 
 def _given(arguments: Mapping[str, Any], **named: Any) -> list[str]:

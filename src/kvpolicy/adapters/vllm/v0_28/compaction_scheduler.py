@@ -76,9 +76,10 @@ class CompactionScheduler(AnsweringScheduler):
 
     def add_request(self, request: Request) -> None:
         """Take a new request; one that cannot be served as it asks is answered with an error at once."""
-        if not self._is_admitted(request):
-            return
-        super().add_request(request)
+        if request.request_id in self.requests:
+            self._answer(request, FinishReason.ERROR, Refuse("id_in_use", "another request has this id"))
+        elif self._is_admitted(request):
+            super().add_request(request)
 
     def _is_admitted(self, request: Request) -> bool:
         try:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY, EngineOptions
-from kvpolicy.adapters.vllm.v0_28.wire import CompactionResult, RequestKey
+from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, CompactionResult, RequestKey
 from kvpolicy.core.compaction import surviving_blocks
 from kvpolicy.core.draws import BlockDraw
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
+from kvpolicy.core.philox import key_of
 from kvpolicy.core.policies import RequestSnapshot
 from kvpolicy.core.spaces import blocks_for
 
@@ -131,12 +132,16 @@ class PolicyAdmission:
             if self.options.compacts:
                 self._require_room(longest, f"a dense request of {prompt_length} + {longest - prompt_length} tokens")
             return None
+        if RETENTION_KEY in (extra_args or {}):
+            reason = f"extra_args: expected {POLICY_KEY} or {RETENTION_KEY}, got both; sessions are never compacted"
+            raise PolicyUsageError(reason)
         schedule = policy.schedule(prompt_length, block_size=self.block_size)
         bound = min(schedule.peak, longest)
         self._require_room(bound, f"a request that holds up to {bound} entries")
         if request_key is None:
             reason = f"{POLICY_KEY}: the request has no key to draw by; send it through kvpolicy's LLM or AsyncLLM"
             raise PolicyUsageError(reason)
+        key_of(0, request_key)
         return CompactionRecord(
             policy=policy,
             request_key=request_key,

@@ -72,6 +72,9 @@ def _with_seams(arguments: Mapping[str, Any], scheduler: str, options: Mapping[s
     additional = given.pop("additional_config", {})
     if not isinstance(additional, Mapping):
         reasons.append(f"additional_config: expected a mapping, got {type(additional).__name__}")
+    elif not isinstance(additional.get(CONFIG_KEY, {}), Mapping):
+        got = type(additional[CONFIG_KEY]).__name__
+        reasons.append(f"additional_config[{CONFIG_KEY!r}]: expected a mapping, got {got}")
     if reasons:
         # There will be no configuration to check; what else can be known without one is said now.
         raise PolicyUsageError([*policy_errors(options.get(POLICY_KEY)), *reasons])

@@ -8,6 +8,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
+from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.policies import built_in_policies
+from kvpolicy.core.policy_options import policy_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,9 +19,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-
-# Entries are moved as they are, so any plain number format would do; those with scales beside the cache would not.
-_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 SESSIONS = "sessions"
 POLICIES = "kv_cache_policy"
@@ -51,6 +51,8 @@ def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
     """Return why requests cannot have a policy under this engine configuration; empty if they can."""
     scheduler = config.scheduler_config
     dtype = config.cache_config.cache_dtype
+    # The CPU backend packs by the model's format, and takes another one for the cache without a word.
+    dtypes = ("auto", str(config.model_config.dtype).removeprefix("torch."))
     return _engine_errors(config, POLICIES) + _messages(
         (
             (
@@ -65,8 +67,8 @@ def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
                 "--no-scheduler-reserve-full-isl: kv_cache_policy needs the full check (admission is a reservation)",
             ),
             (
-                dtype not in _CACHE_DTYPES,
-                f"--kv-cache-dtype {dtype}: kv_cache_policy needs one of {', '.join(_CACHE_DTYPES)}",
+                dtype not in dtypes,
+                f"--kv-cache-dtype {dtype}: kv_cache_policy needs {' or '.join(dtypes)}, the model's own format",
             ),
         )
     )
@@ -170,7 +172,7 @@ def sampling_errors(params: SamplingParams | None) -> tuple[str, ...]:
     policy = (params.extra_args or {}).get(POLICY_KEY)
     refused: Iterable[tuple[bool, str]] = (
         (
-            policy not in (None, "off"),
+            _is_policy(policy),
             f"sampling_params.extra_args: a session has no {POLICY_KEY} (its budget bounds it), got {policy!r}",
         ),
         (params.n != 1, f"sampling_params.n: expected 1, got {params.n}"),
@@ -183,3 +185,11 @@ def sampling_errors(params: SamplingParams | None) -> tuple[str, ...]:
         ),
     )
     return _messages(refused)
+
+
+def _is_policy(value: object) -> bool:
+    """Whether a request asks for a policy: for anything but nothing and "off", in whatever form."""
+    try:
+        return policy_from(value, built_in_policies()) is not None
+    except PolicyUsageError:
+        return True

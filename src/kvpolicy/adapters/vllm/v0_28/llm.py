@@ -10,7 +10,7 @@ import vllm
 from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.engine_args import policy_arguments
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
-from kvpolicy.adapters.vllm.v0_28.output_processor import PolicyOutputProcessor
+from kvpolicy.adapters.vllm.v0_28.output_processor import PolicyOutputProcessor, sendable
 from kvpolicy.adapters.vllm.v0_28.wire import RequestKey
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -68,7 +68,7 @@ class LLM(vllm.LLM):
 
     def _render_and_add_requests(self, prompts: Any, params: Sequence[Any], **more: Any) -> list[str]:
         """Add the prompts of one call; each draws by its position in it."""
-        keyed = [_with_key(params[i], str(i)) for i in range(len(params))]
+        keyed = [_with_key(sendable(params[i]), str(i)) for i in range(len(params))]
         request_ids: list[str] = super()._render_and_add_requests(prompts, keyed, **more)
         return request_ids
 

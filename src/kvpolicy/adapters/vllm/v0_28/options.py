@@ -128,7 +128,7 @@ def _imported(name: str) -> PolicyFactory:
     module_name, _, attribute = name.partition(":")
     try:
         factory: PolicyFactory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module of somebody else's may raise anything when it is imported
         reason = f"{POLICY_KEY}: expected {name!r} to name a factory of policies: {error}"
         raise PolicyUsageError(reason) from error
     return factory

@@ -17,8 +17,11 @@ from vllm.v1.engine.output_processor import (
     StreamingUpdate,
 )
 
+from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
+from kvpolicy.adapters.vllm.v0_28.progress import RequestProgress
 from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals, RequestKey
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.policy_options import as_text
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -61,6 +64,7 @@ class PolicyOutputProcessor(OutputProcessor):
             RequestRefusedError: every reason why the engine cannot serve it with the policy it has.
         """
         params = request.sampling_params
+        progress = None
         if params is not None and not request.resumable and request.request_id not in self.request_states:
             key = RequestKey.from_extra_args(params.extra_args) or request.external_req_id or request.request_id
             if parent_req is not None:
@@ -79,7 +83,11 @@ class PolicyOutputProcessor(OutputProcessor):
             if record is not None:
                 request.sampling_params = copy(params)
                 request.sampling_params.extra_args = RequestKey(key).to_extra_args(params.extra_args)
+                progress = RequestProgress(record.prompt_length, record.bound)
         super().add_request(request, prompt, parent_req, request_index, queue)
+        if progress is not None:
+            # With the request's own state, so that it goes when that goes.
+            self.request_states[request.request_id].compaction = progress
 
     def process_outputs(
         self,
@@ -87,12 +95,18 @@ class PolicyOutputProcessor(OutputProcessor):
         engine_core_timestamp: float | None = None,
         iteration_stats: Any = None,
     ) -> OutputProcessorOutput:
-        """Process outputs; the totals that some of them carry are kept for the counters."""
+        """Process outputs; the totals that some of them carry are kept for the counters.
+
+        A stop string ends a request here and not in the engine, so each output says how far its request is.
+        """
         for output in engine_core_outputs:
             if output.kv_transfer_params is not None:
                 totals = CompactionTotals.from_wire(output.kv_transfer_params)
                 if totals is not None:
                     self._counters.totals = totals
+            progress = getattr(self.request_states.get(output.request_id), "compaction", None)
+            if progress is not None:
+                output.kv_transfer_params = progress.with_output(output)
         return super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
 
 
@@ -188,3 +202,20 @@ class SessionOutputProcessor(PolicyOutputProcessor):
         processed = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
         processed.reqs_to_abort.extend(ended)
         return processed
+
+
+def sendable(params: Any) -> Any:
+    """Return parameters whose policy is a text, so that it can be copied and sent; others as they are.
+
+    Raises:
+        RequestRefusedError: the policy is nothing that JSON has.
+    """
+    policy = (getattr(params, "extra_args", None) or {}).get(POLICY_KEY)
+    if policy is None:
+        return params
+    sent = copy(params)
+    try:
+        sent.extra_args = {**params.extra_args, POLICY_KEY: as_text(policy)}
+    except PolicyUsageError as error:
+        raise RequestRefusedError(error.reasons) from None
+    return sent

@@ -340,7 +340,7 @@ class SessionScheduler(CompactionScheduler):
 
     def _end(self, request: Request, refusal: Refuse) -> None:
         """End a request or a session with an error; the others go on."""
-        if request.resumable:
+        if request.resumable or request.request_id in self.sessions.records:
             self.sessions.events.emit(
                 SessionFailed(request_id=request.request_id, code=refusal.code, message=refusal.message)
             )

@@ -192,6 +192,19 @@ SURFACE: tuple[PrivateName, ...] = (
     ),
     *_methods(
         "vllm.v1.engine.output_processor",
+        "RequestOutputCollector",
+        put="self output",
+        get="self",
+        get_nowait="self",
+        close="self",
+    ),
+    *_attributes(
+        "vllm.v1.engine.output_processor",
+        "RequestOutputCollector",
+        "aggregate request_id output ready _input_stream_task",
+    ),
+    *_methods(
+        "vllm.v1.engine.output_processor",
         "RequestState",
         apply_streaming_update="self update",
         from_new_request="tokenizer request prompt parent_req request_index queue log_stats stream_interval",

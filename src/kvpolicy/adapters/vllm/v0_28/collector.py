@@ -1,0 +1,83 @@
+"""The queue between vLLM's output handler and the consumer of a stream, in which replies stay apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+# Replies that may wait for a slow consumer before no further chunk is taken from its stream.
+MAX_UNREAD_REPLIES = 8
+
+
+class BoundaryCollector(RequestOutputCollector):
+    """The stock collector, but what belongs to two chunks is never merged, and nothing is overwritten.
+
+    Pieces of one reply are merged while nobody reads them, as in the stock class. An exception comes after the outputs
+    that were there before it.
+    """
+
+    def __init__(self, output_kind: Any, request_id: str = "") -> None:
+        """Make an empty queue."""
+        super().__init__(output_kind, request_id)
+        self._unread: deque[Any] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def adopt(self, queue: RequestOutputCollector) -> None:
+        """Take another queue's place before the consumer: its request, and the task that is cancelled with it."""
+        self.request_id = queue.request_id
+        self._input_stream_task = queue._input_stream_task  # noqa: SLF001 - of the class that this one extends
+
+    async def stop_input(self) -> None:
+        """Cancel the task that feeds the stream, and wait until it has ended (unless it is the one that calls)."""
+        task = self._input_stream_task
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def put(self, output: Any) -> None:
+        """Add an output or an exception, without waiting."""
+        last = self._unread[-1] if self._unread else None
+        if isinstance(last, RequestOutput) and isinstance(output, RequestOutput) and not _is_boundary(last):
+            last.add(output, aggregate=self.aggregate)
+        else:
+            self._unread.append(output)
+        self.ready.set()
+        if self._num_replies() >= MAX_UNREAD_REPLIES:
+            self._room.clear()
+
+    async def get(self) -> Any:
+        """Return the oldest output, or raise the exception that is in its place; wait if there is none."""
+        while not self._unread:
+            await self.ready.wait()
+        return self._take()
+
+    def get_nowait(self) -> Any:
+        """Do the same, but return None if there is none."""
+        return self._take() if self._unread else None
+
+    async def room(self) -> None:
+        """Wait until few enough replies are unread that another chunk may be taken in."""
+        await self._room.wait()
+
+    def _take(self) -> Any:
+        output = self._unread.popleft()
+        if not self._unread:
+            self.ready.clear()
+        if self._num_replies() < MAX_UNREAD_REPLIES:
+            self._room.set()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def _num_replies(self) -> int:
+        return sum(isinstance(output, RequestOutput) and _is_boundary(output) for output in self._unread)
+
+
+def _is_boundary(output: RequestOutput) -> bool:
+    """Whether an output ends a reply (or, like vLLM's shared end marker, the stream)."""
+    return bool(output.finished) or any(completion.finish_reason is not None for completion in output.outputs)
