@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from kvpolicy.core.policies import RandKV
+from kvpolicy.core.schedule import EventSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,3 +38,24 @@ def BrokenSchedule(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - like
 def KeyErrors(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - likewise
     """Turn down options as no factory should."""
     raise KeyError(str(options))
+
+
+class _WrongEvent(RandKV):
+    def event_for(self, snapshot: Any) -> Any:
+        event = super().event_for(snapshot)
+        return None if event is None else evolve(event, physical_length=event.physical_length + 64)
+
+
+def WrongEvent(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - likewise
+    """Return a policy whose events speak of more entries than there are."""
+    return _WrongEvent.from_mapping(options)
+
+
+class _TooEarly(RandKV):
+    def schedule(self, prompt_length: int, *, block_size: int) -> EventSchedule:  # noqa: ARG002 - the port's
+        return EventSchedule(first_due=prompt_length, interval=8, first_dropped=1)
+
+
+def TooEarly(options: Mapping[str, Any]) -> KVPolicy:  # noqa: N802 - likewise
+    """Return a policy that wants to compact a prompt."""
+    return _TooEarly.from_mapping(options)

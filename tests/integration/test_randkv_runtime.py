@@ -18,6 +18,7 @@ BLOCK = 16
 RANDKV = {"type": "randkv", "budget": 64, "buffer_size": 8}
 DUE = [73 + 8 * i for i in range(40)]
 PROMPT = [5 + (23 * i) % 280 for i in range(40)]
+OTHERS = ("Broken", "BrokenSchedule", "WrongEvent", "TooEarly")
 PEAK_BLOCKS = 5  # 64 + 2 x 8 entries
 
 
@@ -29,7 +30,7 @@ def engine(tiny_model: Path) -> Iterator[SteppedEngine]:
         kv_cache_policy="off",
         max_model_len=1024,
         additional_config={
-            "kvpolicy": {"policies": ["tests.integration.policies:Broken", "tests.integration.policies:BrokenSchedule"]}
+            "kvpolicy": {"policies": [f"tests.integration.policies:{name}" for name in OTHERS]},
         },
     )
     yield engine
@@ -406,8 +407,16 @@ def test_what_was_done_is_reported(engine: SteppedEngine) -> None:
     assert totals.relocate_s > before.relocate_s
 
 
-@pytest.mark.parametrize("name", ["Broken", "BrokenSchedule"])
-def test_a_policy_that_fails_ends_its_own_request_alone(engine: SteppedEngine, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Broken", "internal_error"),
+        ("BrokenSchedule", "internal_error"),
+        ("WrongEvent", "internal_error"),
+        ("TooEarly", "not_admitted"),
+    ],
+)
+def test_a_policy_that_fails_ends_its_own_request_alone(engine: SteppedEngine, name: str, reason: str) -> None:
     free = engine.num_free_blocks()
     expected = engine.complete(prompt(5), greedy(80), request_id="alone").token_ids
     policy = {"type": f"tests.integration.policies:{name}", "budget": 64, "buffer_size": 8}
@@ -415,6 +424,6 @@ def test_a_policy_that_fails_ends_its_own_request_alone(engine: SteppedEngine, n
     engine.send("other", prompt(5), greedy(80), resumable=False)
     answer = engine.answer("bad")
     assert answer.finish_reason == "error"
-    assert answer.stop_reason == "kvpolicy:internal_error"
+    assert answer.stop_reason == f"kvpolicy:{reason}"
     assert engine.answer("other").token_ids == expected
     assert engine.num_free_blocks() == free

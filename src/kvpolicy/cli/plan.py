@@ -58,8 +58,8 @@ def plan_generation(  # noqa: PLR0913 - the request, and what it is drawn for
     if length < prompt_length:
         raise PolicyUsageError(f"--length: expected at least {prompt_length} (--prompt), got {length}")
     schedule = policy.schedule(prompt_length, block_size=block_size)
-    prompt = tuple(LogicalPosition(i) for i in range(prompt_length))
-    retained = {(layer, head): prompt for layer in range(num_layers) for head in range(num_kv_heads)}
+    heads = [(layer, head) for layer in range(num_layers) for head in range(num_kv_heads)]
+    retained = {head: [LogicalPosition(i) for i in range(prompt_length)] for head in heads}
     num_events = 0
     lengths = list(range(1, prompt_length + 1))
     for position in range(prompt_length, length):
@@ -77,17 +77,18 @@ def plan_generation(  # noqa: PLR0913 - the request, and what it is drawn for
             if event is not None:
                 num_events += 1
                 retained = {
-                    head: retained_positions(event, expand(event, *head), held) for head, held in retained.items()
+                    head: list(retained_positions(event, expand(event, *head), held)) for head, held in retained.items()
                 }
-        retained = {head: (*held, LogicalPosition(position)) for head, held in retained.items()}
-        lengths.append(len(next(iter(retained.values()))))
+        for held in retained.values():
+            held.append(LogicalPosition(position))
+        lengths.append(len(retained[heads[0]]))
     return Planned(
         policy=policy,
         prompt_length=prompt_length,
         block_size=block_size,
         num_events=num_events,
         lengths=tuple(lengths),
-        retained=retained,
+        retained={head: tuple(held) for head, held in retained.items()},
     )
 
 

@@ -221,10 +221,12 @@ class AsyncLLM(StockAsyncLLM):
         if not internal:
             external = self.output_processor.external_req_ids
             ids = {internal_id for external_id in ids for internal_id in external.get(external_id, ())}
-        for stream in list(self._streams.values()):
-            if stream.replies.request_id in ids:
-                await stream.replies.stop_input()
-        await super().abort(given, internal)
+        try:
+            for stream in list(self._streams.values()):
+                if stream.replies.request_id in ids:
+                    await stream.replies.stop_input()
+        finally:
+            await super().abort(given, internal)
 
     async def _add_streaming_input_request(
         self,

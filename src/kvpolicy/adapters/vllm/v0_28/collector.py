@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from typing import Any
 
@@ -11,6 +12,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 # Replies that may wait for a slow consumer before no further chunk is taken from its stream.
 MAX_UNREAD_REPLIES = 8
+# How long an abort waits for a stream to clean up, in seconds.
+PATIENCE_S = 2.0
 
 
 class BoundaryCollector(RequestOutputCollector):
@@ -30,14 +33,20 @@ class BoundaryCollector(RequestOutputCollector):
     def adopt(self, queue: RequestOutputCollector) -> None:
         """Take another queue's place before the consumer: its request, and the task that is cancelled with it."""
         self.request_id = queue.request_id
-        self._input_stream_task = queue._input_stream_task  # noqa: SLF001 - of the class that this one extends
+        task = self._input_stream_task = queue._input_stream_task  # noqa: SLF001 - of the class that this one extends
+        if task is not None:
+            collector = weakref.ref(self)
+            task.add_done_callback(lambda _: _forget_input(collector))
 
     async def stop_input(self) -> None:
-        """Cancel the task that feeds the stream, and wait until it has ended (unless it is the one that calls)."""
+        """Cancel the task that feeds the stream, and wait until it has ended (unless it is the one that calls).
+
+        A stream that does not let itself be cancelled is not waited for any longer than ``PATIENCE_S``.
+        """
         task = self._input_stream_task
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait({task}, timeout=PATIENCE_S)
 
     def put(self, output: Any) -> None:
         """Add an output or an exception, without waiting."""
@@ -81,3 +90,10 @@ class BoundaryCollector(RequestOutputCollector):
 def _is_boundary(output: RequestOutput) -> bool:
     """Whether an output ends a reply (or, like vLLM's shared end marker, the stream)."""
     return bool(output.finished) or any(completion.finish_reason is not None for completion in output.outputs)
+
+
+def _forget_input(collector: weakref.ref[BoundaryCollector]) -> None:
+    """Let go of a task that has ended, as vLLM's own queue does."""
+    live = collector()
+    if live is not None:
+        live._input_stream_task = None  # noqa: SLF001 - likewise

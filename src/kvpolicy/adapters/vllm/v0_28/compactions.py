@@ -8,11 +8,12 @@ from attrs import define, field, frozen
 
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY, EngineOptions
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, CompactionResult, RequestKey
-from kvpolicy.core.compaction import surviving_blocks
+from kvpolicy.core.compaction import CompactionEvent, surviving_blocks
 from kvpolicy.core.draws import BlockDraw
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.philox import key_of
 from kvpolicy.core.policies import RequestSnapshot
+from kvpolicy.core.schedule import EventSchedule
 from kvpolicy.core.spaces import blocks_for
 
 if TYPE_CHECKING:
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
-    from kvpolicy.core.compaction import CompactionEvent
     from kvpolicy.core.policies import KVPolicy
-    from kvpolicy.core.schedule import EventSchedule
 
 
 @define(kw_only=True)
@@ -55,21 +54,29 @@ class CompactionRecord:
         """Return the event that is due at ``next_due``.
 
         Raises:
-            InvariantError: the policy has none, although its schedule says so.
+            InvariantError: the policy has none although its schedule says so, or one for another request than this.
         """
+        held = logical_length - self.kv_shift
         event = self.policy.event_for(
             RequestSnapshot(
                 request_key=self.request_key,
                 prompt_length=self.prompt_length,
                 logical_length=logical_length,
-                physical_length=logical_length - self.kv_shift,
+                physical_length=held,
                 num_events=self.num_events,
                 block_size=self.block_size,
             )
         )
-        if event is None or event.num_dropped != self.schedule.dropped_by(self.num_events):
-            expected = f"to drop {self.schedule.dropped_by(self.num_events)} entries at {logical_length}"
-            raise InvariantError(f"policy: expected event {self.num_events} {expected}, got {event!r}")
+        # Block table and workers go by it: an event of a policy of somebody else's must fit this very request.
+        expected = (self.num_events, self.prompt_length, held, self.schedule.dropped_by(self.num_events))
+        if not isinstance(event, CompactionEvent) or expected != (
+            event.ordinal,
+            event.prompt_length,
+            event.physical_length,
+            event.num_dropped,
+        ):
+            what = "(ordinal, prompt length, physical length, entries dropped)"
+            raise InvariantError(f"policy: expected an event with {what} {expected}, got {event!r}")
         return event
 
     def fired(self, num_blocks_returned: int) -> None:
@@ -136,6 +143,12 @@ class PolicyAdmission:
             reason = f"extra_args: expected {POLICY_KEY} or {RETENTION_KEY}, got both; sessions are never compacted"
             raise PolicyUsageError(reason)
         schedule = policy.schedule(prompt_length, block_size=self.block_size)
+        # Behind the prompt, or a prefix-cache hit could lie beyond it and leave nothing to schedule.
+        if not isinstance(schedule, EventSchedule) or schedule.first_due <= prompt_length:  # type: ignore[redundant-expr] # of others
+            reason = (
+                f"{POLICY_KEY}: expected a first event behind the prompt of {prompt_length} tokens, got {schedule!r}"
+            )
+            raise PolicyUsageError(reason)
         bound = min(schedule.peak, longest)
         self._require_room(bound, f"a request that holds up to {bound} entries")
         if request_key is None:
@@ -219,12 +232,13 @@ class CompactionBook:
         """
         record = self.records[request_id]
         event = record.event(logical_length)
+        surviving = surviving_blocks(event, self.block_size)
         copies: tuple[tuple[int, int], ...] = ()
         if not isinstance(event.draw, BlockDraw):
             copies = self.blocks.own_range(
                 request_id, event.prompt_length // self.block_size, blocks_for(event.length_after, self.block_size)
             )
-        returned = self.blocks.keep_only(request_id, surviving_blocks(event, self.block_size))
+        returned = self.blocks.keep_only(request_id, surviving)
         record.fired(returned)
         return AppliedEvent(event=event, copies=copies, num_blocks_returned=returned)
 

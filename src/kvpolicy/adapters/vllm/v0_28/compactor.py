@@ -70,7 +70,9 @@ class Compactor:
         events = [compaction.event for compaction in compactions]
         owned = [_owned(table, compaction) for table, compaction in zip(tables, compactions, strict=True)]
         copy_blocks(self.caches, [pair for compaction in compactions for pair in compaction.copies])
-        moves = self._expand.expand_moves(events, self.grid)
+        # The compiled one knows no other device than the CPU.
+        where = {} if self.is_compiled else {"device": self.caches[0].device}
+        moves = self._expand.expand_moves(events, self.grid, **where)
         expanded = time.perf_counter()
         self._relocate.relocate(self.caches, self.layout, moves, owned)
         done = time.perf_counter()

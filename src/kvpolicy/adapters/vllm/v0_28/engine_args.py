@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -13,6 +14,7 @@ from vllm.usage.usage_lib import UsageContext
 from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.options import CONFIG_KEY, POLICY_KEY, EngineOptions, policy_errors
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.policy_options import as_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +36,7 @@ def session_engine_args(
     Raises:
         PolicyUsageError: the caller set one of the arguments that kvpolicy must set itself.
     """
-    options = {"max_sessions": max_sessions, POLICY_KEY: kv_cache_policy}
+    options = {"max_sessions": max_sessions, POLICY_KEY: _portable(kv_cache_policy)}
     return AsyncEngineArgs(**_with_seams(arguments, _SESSION_SCHEDULER, options))
 
 
@@ -44,17 +46,29 @@ def policy_arguments(arguments: Mapping[str, Any], kv_cache_policy: Any) -> dict
     Raises:
         PolicyUsageError: every reason why requests cannot have a policy in such an engine, before it is started.
     """
-    ours = _with_seams(arguments, _COMPACTION_SCHEDULER, {POLICY_KEY: kv_cache_policy})
+    ours = _with_seams(arguments, _COMPACTION_SCHEDULER, {POLICY_KEY: _portable(kv_cache_policy)})
     names = {field.name for field in fields(EngineArgs)}
-    # The class takes a bare level, which says nothing that is checked here.
+    # The class itself makes objects of these, and nothing of them is checked here.
+    own = ("compilation_config", "structured_outputs_config", "profiler_config")
     checked = {
         name: value
         for name, value in ours.items()
-        if name in names and not (name == "compilation_config" and isinstance(value, int))
+        if name in names and not (name in own and isinstance(value, int | dict))
     }
+    if isinstance(checked.get("kv_transfer_config"), dict):
+        checked["kv_transfer_config"] = KVTransferConfig(**checked["kv_transfer_config"])
     config = EngineArgs(**checked).create_engine_config(UsageContext.LLM_CLASS)
     _require(config, (compaction_errors,), (_COMPACTION_SCHEDULER,))
     return ours
+
+
+def _portable(policy: Any) -> Any:
+    """Return a policy in a form that every process of the engine can read; what is no policy as it is, to be refused.
+
+    Raises:
+        PolicyUsageError: options that JSON does not have.
+    """
+    return as_text(policy) if isinstance(policy, str | Mapping) else policy
 
 
 def _with_seams(arguments: Mapping[str, Any], scheduler: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,17 +36,17 @@ def make_compactor(
         EngineContractError: the caches are not laid out as any layout that kvpolicy knows.
     """
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    num_kv_heads, block_size = caches[0].shape[1], caches[0].shape[2]
-    if block_size != spec.block_size or any(cache.shape[1:] != caches[0].shape[1:] for cache in caches):
+    expected = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+    if any(tuple(cache.shape[1:]) != expected for cache in caches):
         shapes = sorted({tuple(cache.shape) for cache in caches})
-        raise EngineContractError(f"KV cache: expected blocks of {spec.block_size} in every layer, got shapes {shapes}")
+        raise EngineContractError(f"KV cache: expected (blocks, *{expected}) in every layer, got shapes {shapes}")
     total = vllm_config.model_config.get_total_num_kv_heads()
     rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     compactor = Compactor(
         caches=tuple(caches),
         layout=_layout(caches[0], spec.block_size, spec.head_size),
         # Where there are fewer KV heads than ranks, neighbouring ranks hold copies of the same one.
-        grid=HeadGrid(num_layers=len(caches), num_kv_heads=num_kv_heads, first_kv_head=rank * total // num_ranks),
+        grid=HeadGrid(num_layers=len(caches), num_kv_heads=spec.num_kv_heads, first_kv_head=rank * total // num_ranks),
         block_size=spec.block_size,
         is_compiled=caches[0].device.type == "cpu" and find_spec("numba") is not None,
     )

@@ -57,7 +57,7 @@ class LLM(vllm.LLM):
             admission=self._admission,
             counters=counters,
         )
-        if engine.logger_manager is not None:
+        if engine.logger_manager is not None and self._admission.options.compacts:
             show = CompactionStatLogger(engine.vllm_config, counters=counters)
             engine.logger_manager.stat_loggers.append(show)
 
@@ -68,8 +68,9 @@ class LLM(vllm.LLM):
 
     def _render_and_add_requests(self, prompts: Any, params: Sequence[Any], **more: Any) -> list[str]:
         """Add the prompts of one call; each draws by its position in it."""
-        keyed = [_with_key(sendable(params[i]), str(i)) for i in range(len(params))]
-        request_ids: list[str] = super()._render_and_add_requests(prompts, keyed, **more)
+        if self._admission.options.compacts:
+            params = [_with_key(sendable(params[i]), str(i)) for i in range(len(params))]
+        request_ids: list[str] = super()._render_and_add_requests(prompts, params, **more)
         return request_ids
 
     def beam_search(self, *args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,10 @@ class PolicyOutputProcessor(OutputProcessor):
         """
         params = request.sampling_params
         progress = None
-        if params is not None and not request.resumable and request.request_id not in self.request_states:
+        live = self.request_states.get(request.request_id)
+        if live is not None and not live.streaming_input and not request.resumable:
+            raise RequestRefusedError(f"request_id: {request.request_id!r} is the id of a request that is running")
+        if params is not None and not request.resumable and live is None:
             key = RequestKey.from_extra_args(params.extra_args) or request.external_req_id or request.request_id
             if parent_req is not None:
                 key = f"{key}/{request_index}"

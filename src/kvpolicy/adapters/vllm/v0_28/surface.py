@@ -164,12 +164,19 @@ SURFACE: tuple[PrivateName, ...] = (
     *_methods(
         "vllm.v1.engine.async_llm",
         "AsyncLLM",
+        add_request="self request_id prompt params arrival_time lora_request tokenization_kwargs trace_headers "
+        "priority data_parallel_rank session_id prompt_text reasoning_ended reasoning_parser_kwargs",
+        abort="self request_id internal",
+        get_supported_tasks="self",
         _add_request="self request prompt parent_req index queue",
+        _add_streaming_input_request="self request_id input_stream sampling_params arrival_time lora_request "
+        "tokenization_kwargs trace_headers priority data_parallel_rank session_id",
         _run_output_handler="self",
     ),
-    *_attributes(
-        "vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats _add_streaming_input_request"
-    ),
+    *_attributes("vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats input_processor"),
+    *_attributes("vllm.v1.metrics.loggers", "StatLoggerManager", "stat_loggers"),
+    *_methods("vllm.v1.core.single_type_kv_cache_manager", "", register_all_kvcache_specs="vllm_config"),
+    *_attributes("vllm.v1.kv_cache_interface", "KVCacheSpec", "page_size_bytes block_size"),
     *_attributes(
         "vllm.v1.engine.llm_engine", "LLMEngine", "output_processor renderer log_stats logger_manager vllm_config"
     ),
