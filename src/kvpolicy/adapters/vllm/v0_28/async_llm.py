@@ -18,7 +18,6 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
-from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
@@ -107,14 +106,7 @@ class AsyncLLM(StockAsyncLLM):
             vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
         )
         # The output handler holds on to the processor it starts with, so ours must be there first.
-        self.output_processor = SessionOutputProcessor(
-            self.renderer.tokenizer,
-            log_stats=self.log_stats,
-            stream_interval=vllm_config.scheduler_config.stream_interval,
-            tracing_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
-            admission=admission_of(vllm_config),
-            counters=self._counters,
-        )
+        self.output_processor = SessionOutputProcessor.of_engine(self, self._counters)
         self._handler_may_run = True
         try:
             asyncio.get_running_loop()

@@ -6,12 +6,11 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
 from vllm.logger import init_logger
 from vllm.v1.engine import FinishReason
 
 from kvpolicy.adapters.vllm.v0_28.answers import AnsweringScheduler
-from kvpolicy.adapters.vllm.v0_28.compactions import AppliedEvent, CompactionBook, admission_of
+from kvpolicy.adapters.vllm.v0_28.compactions import AppliedEvent, CompactionBook, PolicyAdmission
 from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
 from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, cache_errors, compaction_errors
 from kvpolicy.adapters.vllm.v0_28.kv_spec import register_bounded_spec
@@ -60,8 +59,11 @@ class CompactionScheduler(AnsweringScheduler):
             raise PolicyUsageError(reasons)
         blocks = EngineBlocks(self.kv_cache_manager)
         self.compactions = CompactionBook(
-            admission=evolve(
-                admission_of(vllm_config), block_size=self.block_size, num_pool_blocks=blocks.num_pool_blocks
+            admission=PolicyAdmission(
+                options=options,
+                block_size=self.block_size,
+                num_pool_blocks=blocks.num_pool_blocks,
+                context_limit=self.max_model_len,
             ),
             blocks=blocks,
         )

@@ -117,7 +117,6 @@ class PolicyAdmission:
         *,
         prompt_length: int,
         max_tokens: int | None,
-        is_session: bool = False,
         request_key: str | None = None,
     ) -> CompactionRecord | None:
         """Return the record of a request that will be compacted; None for a dense one.
@@ -125,8 +124,6 @@ class PolicyAdmission:
         Raises:
             PolicyUsageError: every reason why the engine cannot serve it so.
         """
-        if is_session:
-            return None
         asked = (extra_args or {}).get(POLICY_KEY)
         policy = self.options.kv_cache_policy if asked is None else self.options.requested_policy(asked)
         if policy is not None and not self.options.compacts:
@@ -208,18 +205,19 @@ class CompactionBook:
     records: dict[str, CompactionRecord] = field(factory=dict)
 
     def admit(self, request: Any) -> None:
-        """Take a new request in, if it has a policy.
+        """Take a new request in, if it has a policy; a session never has one.
 
         Raises:
-            PolicyUsageError: every reason why it cannot be served.
+            PolicyUsageError: the reason why it cannot be served.
         """
+        if request.resumable:
+            return
         params = request.sampling_params
         extra_args = params.extra_args if params is not None else None
         record = self.admission.admit(
             extra_args,
             prompt_length=request.num_prompt_tokens,
             max_tokens=request.max_tokens,
-            is_session=request.resumable,
             request_key=RequestKey.from_extra_args(extra_args),
         )
         if record is not None:

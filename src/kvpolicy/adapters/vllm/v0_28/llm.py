@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.engine_args import policy_arguments
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.output_processor import PolicyOutputProcessor, sendable
@@ -45,20 +44,12 @@ class LLM(vllm.LLM):
             arguments = policy_arguments(arguments, kv_cache_policy)
         super().__init__(**arguments)
         engine = self.llm_engine
-        counters = CompactionCounters()
-        self._admission = admission_of(engine.vllm_config)
-        self._counters = counters
+        self._counters = CompactionCounters()
         # No step has run yet: nothing is lost with the stock one.
-        engine.output_processor = PolicyOutputProcessor(
-            engine.renderer.tokenizer,
-            log_stats=engine.log_stats,
-            stream_interval=engine.vllm_config.scheduler_config.stream_interval,
-            tracing_enabled=engine.vllm_config.observability_config.otlp_traces_endpoint is not None,
-            admission=self._admission,
-            counters=counters,
-        )
+        engine.output_processor = PolicyOutputProcessor.of_engine(engine, self._counters)
+        self._admission = engine.output_processor.admission
         if engine.logger_manager is not None and self._admission.options.compacts:
-            show = CompactionStatLogger(engine.vllm_config, counters=counters)
+            show = CompactionStatLogger(engine.vllm_config, counters=self._counters)
             engine.logger_manager.stat_loggers.append(show)
 
     @property

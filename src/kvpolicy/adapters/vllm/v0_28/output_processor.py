@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm.exceptions import VLLMClientError
 from vllm.utils import length_from_prompt_token_ids_or_embeds
@@ -17,6 +17,7 @@ from vllm.v1.engine.output_processor import (
     StreamingUpdate,
 )
 
+from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
 from kvpolicy.adapters.vllm.v0_28.progress import RequestProgress
 from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals, RequestKey
@@ -47,8 +48,21 @@ class PolicyOutputProcessor(OutputProcessor):
     def __init__(self, *args: Any, admission: PolicyAdmission, counters: CompactionCounters, **kwargs: Any) -> None:
         """Build the stock processor."""
         super().__init__(*args, **kwargs)
-        self._admission = admission
+        self.admission = admission
         self._counters = counters
+
+    @classmethod
+    def of_engine(cls, engine: Any, counters: CompactionCounters) -> Self:
+        """Return the processor that takes the place of a started front end's own (``LLMEngine`` or ``AsyncLLM``)."""
+        config = engine.vllm_config
+        return cls(
+            engine.renderer.tokenizer,
+            log_stats=engine.log_stats,
+            stream_interval=config.scheduler_config.stream_interval,
+            tracing_enabled=config.observability_config.otlp_traces_endpoint is not None,
+            admission=admission_of(config),
+            counters=counters,
+        )
 
     def add_request(
         self,
@@ -73,7 +87,7 @@ class PolicyOutputProcessor(OutputProcessor):
             if parent_req is not None:
                 key = f"{key}/{request_index}"
             try:
-                record = self._admission.admit(
+                record = self.admission.admit(
                     params.extra_args,
                     prompt_length=length_from_prompt_token_ids_or_embeds(
                         request.prompt_token_ids, request.prompt_embeds
