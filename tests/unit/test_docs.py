@@ -15,6 +15,7 @@ import kvpolicy
 from kvpolicy.core import errors, events
 from kvpolicy.core.budget import RetentionBudget
 from kvpolicy.core.policies import RandKV, SinkWindow
+from kvpolicy.core.replies import Reply, SessionStats
 from kvpolicy.core.states import SessionState
 from tests.pages import DOCS, ROOT, anchors, blocks, generated, links, pages, python_blocks, python_pages
 
@@ -127,11 +128,13 @@ def test_budget_keys_and_defaults() -> None:
     assert documented == {name: repr(field.default) for name, field in fields.items()}
 
 
-@pytest.mark.parametrize(
-    ("heading", "module"), [("Reply", "session.py"), ("SessionStats", "session.py"), ("ChunkReport", "wire.py")]
-)
-def test_fields(heading: str, module: str) -> None:
-    assert first_names(REFERENCE / "reply.md", heading) == class_fields(module, heading)
+@pytest.mark.parametrize("value", [Reply, SessionStats], ids=lambda value: value.__name__)
+def test_fields_of_values(value: type) -> None:
+    assert first_names(REFERENCE / "reply.md", value.__name__) == list(attrs.fields_dict(value))
+
+
+def test_fields_of_the_report() -> None:
+    assert first_names(REFERENCE / "reply.md", "ChunkReport") == class_fields("wire.py", "ChunkReport")
 
 
 def test_error_classes() -> None:

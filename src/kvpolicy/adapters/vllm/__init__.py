@@ -9,20 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.core.errors import MissingExtraError, UnsupportedEngineError
+from kvpolicy.core.replies import Reply, SessionStats
 
 if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM as AsyncLLM
     from kvpolicy.adapters.vllm.v0_28.llm import LLM as LLM
-    from kvpolicy.adapters.vllm.v0_28.session import Reply as Reply
     from kvpolicy.adapters.vllm.v0_28.session import Session as Session
-    from kvpolicy.adapters.vllm.v0_28.session import SessionStats as SessionStats
 
 __all__ = ["LLM", "AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package"]
 
 # Release (first two numbers) -> the package written and tested for it.
 _ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
 
-_HOME = {"AsyncLLM": "async_llm", "LLM": "llm", "Reply": "session", "Session": "session", "SessionStats": "session"}
+_HOME = {"AsyncLLM": "async_llm", "LLM": "llm", "Session": "session"}
 
 
 def adapter_package(version: str | None = None) -> str:

@@ -21,16 +21,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
-from kvpolicy.adapters.vllm.v0_28.session import Reply, Session
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import SessionFailedError
+from kvpolicy.core.replies import Reply
 from kvpolicy.core.spaces import blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from vllm.outputs import RequestOutput
+
+    from kvpolicy.adapters.vllm.v0_28.session import Session
 
 ENGINE_DEAD = EngineDeadError
 
@@ -89,6 +91,7 @@ class StockSession:
             stop_reason=completion.stop_reason,
             ttft_s=(first_s or ended_s) - started_s,
             total_s=ended_s - started_s,
+            num_chunk_tokens=len(tokens),
             evicted=0,
             resident_tokens=self._num_resident,
             num_blocks=blocks_for(self._num_resident, self._block_size),

@@ -7,15 +7,15 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Self
 
-from attrs import frozen
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 
 from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkReport
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError, SessionFailedError
+from kvpolicy.core.replies import Reply, SegmentView, SessionStats
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from types import TracebackType
 
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -24,51 +24,12 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 
 
-@frozen(kw_only=True)
-class Reply:
-    """The answer to one chunk.
-
-    ``ttft_s`` and ``total_s`` run from the call of ``push`` to the first token and to the end. ``evicted`` is the
-    number of tokens that this chunk pushed out; ``resident_tokens`` and ``num_blocks`` are what the session holds now.
-    ``logprobs`` holds one mapping per token where the sampling parameters ask for log-probabilities.
-    """
-
-    chunk: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop_reason: int | str | None
-    ttft_s: float
-    total_s: float
-    evicted: int
-    resident_tokens: int
-    num_blocks: int
-    consolidated: bool
-    logprobs: tuple[Any, ...] = ()
-
-
-@frozen(kw_only=True)
-class SessionStats:
-    """Counts over the life of a session, and what it held when its last reply ended."""
-
-    num_chunks: int = 0
-    num_refused: int = 0
-    num_reply_tokens: int = 0
-    resident_tokens: int = 0
-    num_blocks: int = 0
-    num_segments: int = 0
-    next_position: int = 0
-    num_evictions: int = 0
-    num_evicted_tokens: int = 0
-    num_consolidations: int = 0
-    num_parks: int = 0
-    num_free_blocks: int = 0
-
-
 class _Pending:
     """The reply being collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_chunk_tokens: int, on_text: Callable[[str], None] | None) -> None:
+        self.num_chunk_tokens = num_chunk_tokens
+        self._on_text = on_text
         self.started_s = time.perf_counter()
         self.first_s: float | None = None
         self.text: list[str] = []
@@ -80,6 +41,8 @@ class _Pending:
         if self.first_s is None:
             self.first_s = time.perf_counter()
         self.text.append(output.text)
+        if self._on_text is not None and output.text:
+            self._on_text(output.text)
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs or ())
 
@@ -108,12 +71,19 @@ class Session:
         self._ended: Exception | None = None
         self._stats = SessionStats()
 
-    async def push(self, turn: str | Sequence[int], *, sampling_params: SamplingParams | None = None) -> Reply:
+    async def push(
+        self,
+        turn: str | Sequence[int],
+        *,
+        sampling_params: SamplingParams | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
         """Feed one chunk and return its reply.
 
         Args:
             turn: text (rendered with the model's chat template, if the session uses one) or token ids (sent as given).
             sampling_params: for this chunk instead of the session's.
+            on_text: is called with each piece of the reply's text as it comes; it must not raise.
 
         Raises:
             PolicyUsageError: bad input, or the session was not admitted; nothing was sent, or the session has ended.
@@ -128,10 +98,15 @@ class Session:
         self._require_ready()
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name=self.id)
-        pending = self._pending = _Pending()
+        pending = self._pending = _Pending(len(prompt["prompt_token_ids"]), on_text)
         await self._inputs.put(StreamingInput(prompt=prompt, sampling_params=params))
         # Shielded: a caller that stops waiting does not take away the place where the reply will be put.
         return await asyncio.shield(pending.future)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every further push would raise."""
+        return self._ended is not None
 
     def stats(self) -> SessionStats:
         """Return the session's counts as of its last reply."""
@@ -248,6 +223,7 @@ class Session:
             num_consolidations=report.num_consolidations,
             num_parks=report.num_parks,
             num_free_blocks=report.num_free_blocks,
+            segments=tuple(SegmentView(*segment) for segment in report.segments),
         )
 
 
@@ -271,6 +247,7 @@ def _reply(pending: _Pending, completion: CompletionOutput, report: ChunkReport)
         stop_reason=completion.stop_reason,
         ttft_s=(pending.first_s or ended_s) - pending.started_s,
         total_s=ended_s - pending.started_s,
+        num_chunk_tokens=pending.num_chunk_tokens,
         evicted=report.evicted,
         resident_tokens=report.resident_tokens,
         num_blocks=report.num_blocks,

@@ -37,6 +37,7 @@ from kvpolicy.core.fold import (
 )
 from kvpolicy.core.ledger import SessionLedger
 from kvpolicy.core.ranking import IdleSession
+from kvpolicy.core.segments import SegmentKind
 from kvpolicy.core.states import SessionInput, SessionState, next_state
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ class SessionBook:
             num_evictions=ledger.num_evictions,
             num_consolidations=ledger.num_consolidations,
             num_parks=ledger.num_parks,
+            segments=_views(ledger, record.request.num_computed_tokens),
             code=refusal.code if refusal else None,
             message=refusal.message if refusal else None,
         )
@@ -333,6 +335,14 @@ class SessionBook:
         if record.state is SessionState.PARKED:
             return record.ledger.num_tokens
         return int(record.request.num_computed_tokens)
+
+
+def _views(ledger: SessionLedger, num_resident: int) -> tuple[tuple[str, int], ...]:
+    """Return kind and length of every segment; what is computed beyond the ledger is the newest reply."""
+    views = [(segment.kind.value, segment.width) for segment in ledger.log.segments]
+    if num_resident > ledger.num_tokens:
+        views.append((SegmentKind.REPLY.value, num_resident - ledger.num_tokens))
+    return tuple(views)
 
 
 def _shape_of(update: StreamingUpdate) -> ChunkShape:

@@ -184,8 +184,9 @@ class ChunkReport:
     """What the scheduler says about one chunk when its reply has ended (or the chunk was refused).
 
     Token and block counts are those of the session at that moment; ``evicted`` counts the tokens that left since the
-    reply before, and ``consolidated`` says whether the window was computed anew since then; ``code`` and ``message``
-    are set on refusal or failure.
+    reply before, and ``consolidated`` says whether the window was computed anew since then; ``segments`` are the kind
+    and length of each, oldest first, with the tokens of the newest reply last; ``code`` and ``message`` are set on
+    refusal or failure.
     """
 
     chunk: int = 0
@@ -200,6 +201,7 @@ class ChunkReport:
     num_evictions: int = 0
     num_consolidations: int = 0
     num_parks: int = 0
+    segments: tuple[tuple[str, int], ...] = ()
     code: str | None = None
     message: str | None = None
 

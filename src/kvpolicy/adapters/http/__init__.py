@@ -1,0 +1,1 @@
+"""The session frontend over HTTP: it knows the port below, not vLLM."""
