@@ -37,5 +37,5 @@ def short_range_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Warnings are errors in our code; those that the engine's packages raise in their own are theirs."""
-    for package in ("torch", "vllm", "transformers", "torchao", "importlib", "cpuinfo", "triton"):
+    for package in ("torch", "vllm", "transformers", "torchao", "importlib", "cpuinfo", "triton", "xgrammar"):
         config.addinivalue_line("filterwarnings", rf"ignore:::{package}(\.|$)")

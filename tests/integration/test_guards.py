@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy.adapters.vllm import adapter_package
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
-from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, PrivateName, surface_errors
 from kvpolicy.core.errors import PolicyUsageError, UnsupportedEngineError
 
@@ -107,7 +107,6 @@ class Changed:
         ("scheduler_config.async_scheduling", True, "--async-scheduling"),
         ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
         ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 2"),
-        ("parallel_config.data_parallel_size", 2, "--data-parallel-size 2"),
         ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 2"),
         ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 2"),
         ("parallel_config.enable_dbo", True, "--enable-dbo"),
@@ -128,6 +127,22 @@ class Changed:
 def test_each_guard(tiny_model: Path, name: str, value: object, flag: str) -> None:
     config = checked_config(session_engine_args(options(tiny_model)))
     errors = config_errors(Changed(config, {name: value}))
+    assert len(errors) == 1
+    assert flag in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("parallel_config.data_parallel_size", 2, "--data-parallel-size 2"),
+        ("scheduler_config.enable_chunked_prefill", False, "--no-enable-chunked-prefill"),
+        ("scheduler_config.scheduler_reserve_full_isl", False, "--no-scheduler-reserve-full-isl"),
+        ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype fp8"),
+    ],
+)
+def test_each_guard_of_policies_alone(tiny_model: Path, name: str, value: object, flag: str) -> None:
+    config = checked_config(session_engine_args(options(tiny_model)))
+    errors = compaction_errors(Changed(config, {name: value}))
     assert len(errors) == 1
     assert flag in errors[0]
 

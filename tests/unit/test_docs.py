@@ -152,7 +152,7 @@ def test_error_classes() -> None:
 
 def test_every_code_is_documented() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    used = set(re.findall(r'(?:Refuse|SessionFailedError|ChunkRefusedError)\(\s*"(\w+)"', text))
+    used = set(re.findall(r'(?:(?:Refuse|SessionFailedError|ChunkRefusedError)\(\s*|STOP_PREFIX \+ )"(\w+)"', text))
     assert set(first_names(REFERENCE / "errors-and-codes.md", "Codes")) == used
 
 

@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
-from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, STOP_PREFIX
+from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, STOP_PREFIX, TERMINAL
 from kvpolicy.core.fold import Refuse
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class AnsweringScheduler(Scheduler):
         self, request: Request, reason: FinishReason, refusal: Refuse, params: Mapping[str, Any] | None = None
     ) -> None:
         """Answer a request without a token; ``params`` (default: code and message) ride on the answer."""
+        ended = self.finished_req_ids_dict
+        if ended is not None and reason in TERMINAL and request.request_id not in self.requests:
+            # A load balancer counts what it has sent until it hears of the end, of what never began as well.
+            ended[request.client_index].add(request.request_id)
         self._answers.append(
             (
                 request.client_index,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
 from copy import copy
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from attrs import define
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -22,18 +21,20 @@ from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_ses
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
-from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor, sendable
+from kvpolicy.adapters.vllm.v0_28.output_processor import RequestRefusedError, SessionOutputProcessor, sendable
+from kvpolicy.adapters.vllm.v0_28.routing import sent_to
 from kvpolicy.adapters.vllm.v0_28.session import Session
 from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
+from kvpolicy.adapters.vllm.v0_28.streams import InputStream
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
-from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, ChunkMarker
+from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY
 from kvpolicy.core.budget import RetentionBudget
-from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
+from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
+from kvpolicy.core.fold import Refuse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.protocol import StreamingInput
-    from vllm.inputs import TokensPrompt
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -98,7 +99,7 @@ class AsyncLLM(StockAsyncLLM):
             require_session_config(vllm_config)
         self._handler_may_run = False
         # By the queue that vLLM's input task has; the consumer reads from another.
-        self._streams: WeakKeyDictionary[RequestOutputCollector, _Stream] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[RequestOutputCollector, InputStream] = WeakKeyDictionary()
         self._counters = CompactionCounters()
         if log_stats and EngineOptions.from_config(vllm_config).compacts:
             own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
@@ -169,42 +170,54 @@ class AsyncLLM(StockAsyncLLM):
         checked.output_kind = RequestOutputKind.DELTA
         return checked
 
-    async def check_chunk(self, prompt: TokensPrompt, params: SamplingParams) -> None:
-        """Raise if the engine would not even take in a chunk: in mid-stream that would end the session.
+    async def _refusal(self, chunk: StreamingInput, params: SamplingParams) -> Refuse | None:
+        """Return why the engine would not take a chunk in, or None.
 
-        Raises:
-            ChunkRefusedError: it is longer than the context limit allows.
-            PolicyUsageError: a token id or a parameter that this model cannot have.
+        Found here, that costs the chunk and not the session. ``params`` are for a chunk that brings none.
         """
-        num_tokens, limit = len(prompt["prompt_token_ids"]), self.model_config.max_model_len
-        if num_tokens >= limit:
-            message = f"chunk: expected fewer tokens than the context limit {limit}, got {num_tokens}; send it in parts"
-            raise ChunkRefusedError("chunk_too_long", message)
+        params = chunk.sampling_params or params
         try:
-            self.input_processor.process_inputs(
-                request_id="check", prompt=prompt, params=params, supported_tasks=await self.get_supported_tasks()
+            self.checked_session_params(params)
+        except PolicyUsageError as error:
+            return Refuse("unsupported_parameters", str(error))
+        tokens = chunk.prompt.get("prompt_token_ids") if isinstance(chunk.prompt, Mapping) else None
+        if tokens is not None and not tokens:
+            return Refuse("empty_chunk", "chunk: expected at least one token, got none")
+        try:
+            if tokens is None or len(tokens) < self.model_config.max_model_len:
+                request = self.input_processor.process_inputs(
+                    request_id="check",
+                    prompt=chunk.prompt,
+                    params=params,
+                    supported_tasks=await self.get_supported_tasks(),
+                )
+                tokens = request.prompt_token_ids
+        except (TypeError, ValueError, VLLMClientError) as error:
+            return Refuse("unusable_chunk", f"chunk: the engine refuses it: {error}")
+        if tokens is None:
+            return Refuse("unusable_chunk", "chunk: expected tokens or text, got embeddings")
+        if len(tokens) >= self.model_config.max_model_len:
+            limit = self.model_config.max_model_len
+            message = (
+                f"chunk: expected fewer tokens than the context limit {limit}, got {len(tokens)}; send it in parts"
             )
-        except (ValueError, VLLMClientError) as error:
-            raise PolicyUsageError(f"chunk: the engine refuses it: {error}") from error
+            return Refuse("chunk_too_long", message)
+        return None
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
-        """Add a request; the parameters of a session are checked before anything is sent."""
-        if isinstance(prompt, AsyncGenerator):
-            self.checked_session_params(params)
-        return await super().add_request(request_id, prompt, sendable(params), *args, **kwargs)
+        """Add a request; the parameters of a session are checked before anything is sent.
 
-    async def _checked_stream(
-        self, stream: AsyncGenerator[StreamingInput, None], replies: BoundaryCollector
-    ) -> AsyncGenerator[StreamingInput, None]:
-        """Pass a stream's chunks on: checked, and no further one while too many replies are unread."""
-        async with aclosing(stream):
-            async for chunk in stream:
-                if chunk.sampling_params is not None:
-                    self.checked_session_params(chunk.sampling_params)
-                yield chunk
-                await replies.room()
+        Raises:
+            RequestRefusedError: every reason why a session, or a request, cannot have them.
+        """
+        if isinstance(prompt, AsyncGenerator):
+            try:
+                self.checked_session_params(params)
+            except PolicyUsageError as error:
+                raise RequestRefusedError(error.reasons) from None
+        return await super().add_request(request_id, prompt, sendable(params), *args, **kwargs)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:  # noqa: FBT001, FBT002 - stock signature
         """Abort requests. The input of a stream ends first, so that nothing comes after the abort."""
@@ -228,13 +241,13 @@ class AsyncLLM(StockAsyncLLM):
         *args: Any,
         **kwargs: Any,
     ) -> RequestOutputCollector:
-        replies = BoundaryCollector(sampling_params.output_kind)
-        stream = self._checked_stream(input_stream, replies)
-        queue = await super()._add_streaming_input_request(request_id, stream, sampling_params, *args, **kwargs)
+        stream = InputStream(request_id, BoundaryCollector(sampling_params.output_kind))
+        chunks = stream.checked(input_stream, partial(self._refusal, params=sampling_params))
+        queue = await super()._add_streaming_input_request(request_id, chunks, sampling_params, *args, **kwargs)
         # The input task has been made but has not run yet, so this comes before its first chunk.
-        replies.adopt(queue)
-        self._streams[queue] = _Stream(replies)
-        return replies
+        stream.replies.adopt(queue)
+        self._streams[queue] = stream
+        return stream.replies
 
     async def _add_request(
         self,
@@ -248,17 +261,14 @@ class AsyncLLM(StockAsyncLLM):
         stream = self._streams.get(queue)
         if stream is None:
             _without_marker(request)
-        elif not self._may_send(stream, request, queue.output):
-            return
-        else:
-            request.sampling_params = copy(request.sampling_params)
-            marker = ChunkMarker(stream.num_sent, final=not request.resumable)
-            request.sampling_params.extra_args = marker.to_extra_args(request.sampling_params.extra_args)
-            stream.num_sent += 1
-            queue = stream.replies
-        await super()._add_request(request, prompt, parent_req, index, queue)
+            await super()._add_request(request, prompt, parent_req, index, queue)
+        elif self._may_send(stream, request, queue.output):
+            is_later = stream.is_known
+            stream.mark(request)
+            await super()._add_request(request, prompt, parent_req, index, stream.replies)
+            stream.rank = sent_to(self.engine_core, request.request_id, is_later=is_later)
 
-    def _may_send(self, stream: _Stream, request: EngineCoreRequest, failure: Any) -> bool:
+    def _may_send(self, stream: InputStream, request: EngineCoreRequest, failure: Any) -> bool:
         """Whether a message of a stream is to be sent; tell the consumer of what ended its input.
 
         Raises:
@@ -266,28 +276,20 @@ class AsyncLLM(StockAsyncLLM):
         """
         is_final = not request.resumable
         if is_final and isinstance(failure, Exception):
-            # What the stream, or the check of a chunk, has raised; vLLM's input task left it in its own queue.
+            # What the stream has raised; vLLM's input task left it in its own queue.
             stream.replies.put(failure)
-        if stream.num_sent > 0 and request.request_id not in self.output_processor.request_states:
+        if stream.is_known and request.request_id not in self.output_processor.request_states:
             if not is_final:
                 raise SessionClosedError("session: it has ended; open a new one")
             return False
-        if stream.num_sent == 0 and is_final:
-            stream.replies.put(STREAM_FINISHED)  # no chunk ever came: no engine work
+        if not stream.is_known and is_final:
+            stream.replies.put(STREAM_FINISHED)  # no chunk was ever sent: no engine work
             return False
         return True
 
     def _run_output_handler(self) -> None:
         if self._handler_may_run:
             super()._run_output_handler()
-
-
-@define
-class _Stream:
-    """A stream of chunks: where its replies go, and the messages sent so far."""
-
-    replies: BoundaryCollector
-    num_sent: int = 0
 
 
 def _given(arguments: Mapping[str, Any], **named: Any) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from kvpolicy.adapters.vllm.v0_28.wire import ChunkReport
+
 # Replies that may wait for a slow consumer before no further chunk is taken from its stream.
 MAX_UNREAD_REPLIES = 8
 # How long an abort waits for a stream to clean up, in seconds.
@@ -29,6 +31,10 @@ class BoundaryCollector(RequestOutputCollector):
         self._unread: deque[Any] = deque()
         self._room = asyncio.Event()
         self._room.set()
+        self._num_boundaries = 0
+        self._boundary = asyncio.Event()
+        # What the scheduler said with the last boundary, None before the first.
+        self.last_report: ChunkReport | None = None
 
     def adopt(self, queue: RequestOutputCollector) -> None:
         """Take another queue's place before the consumer: its request, and the task that is cancelled with it."""
@@ -56,6 +62,10 @@ class BoundaryCollector(RequestOutputCollector):
         else:
             self._unread.append(output)
         self.ready.set()
+        if isinstance(output, RequestOutput) and _is_boundary(output):
+            self._num_boundaries += 1
+            self._boundary.set()
+            self.last_report = ChunkReport.from_wire(output.kv_transfer_params) or self.last_report
         if self._num_replies() >= MAX_UNREAD_REPLIES:
             self._room.clear()
 
@@ -72,6 +82,12 @@ class BoundaryCollector(RequestOutputCollector):
     async def room(self) -> None:
         """Wait until few enough replies are unread that another chunk may be taken in."""
         await self._room.wait()
+
+    async def answered(self, num_replies: int) -> None:
+        """Wait until so many replies have ended, read or not."""
+        while self._num_boundaries < num_replies:
+            self._boundary.clear()
+            await self._boundary.wait()
 
     def _take(self) -> Any:
         output = self._unread.popleft()

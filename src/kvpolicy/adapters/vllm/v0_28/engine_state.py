@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.request import StreamingUpdate
 
 from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionManager
 from kvpolicy.core.errors import CapacityError, EngineContractError, InvariantError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request, StreamingUpdate
+    from vllm.v1.request import Request
 
     from kvpolicy.adapters.vllm.v0_28.kv_spec import Footprints
 
@@ -194,12 +195,21 @@ def make_private(request: Request, salt: str) -> None:
     _rehash(request, 0)
 
 
+def chunk_of(message: Request) -> StreamingUpdate | None:
+    """Return a session's message as a chunk that keeps its grammar; None for an end of input."""
+    update = StreamingUpdate.from_request(message)
+    if update is not None:
+        update.structured_output_request = message.structured_output_request
+    return update
+
+
 def drop_tail(request: Request, keep: int, block_size: int) -> None:
-    """Cut a request's tokens to the first ``keep``; its reply becomes part of its prompt.
+    """Cut a request's tokens to the first ``keep``; its reply becomes part of its prompt, and its grammar is over.
 
     The dropped token may have completed a block whose hash is already in the chain: hashes are cut with it.
     """
     _require_settled(request)
+    request.structured_output_request = None
     del request._all_token_ids[keep:]
     _seal(request)
     _rehash(request, keep // block_size)
@@ -218,7 +228,8 @@ def cut_range(request: Request, freed: TokenRange, block_size: int) -> None:
 def append_chunk(request: Request, update: StreamingUpdate) -> None:
     """Append a chunk's tokens and take over the chunk's own parameters.
 
-    Unlike the stock fold it refreshes ``max_tokens``, clears the stop reason and starts new prefill statistics.
+    Unlike the stock fold it refreshes ``max_tokens`` and the grammar, clears the stop reason and starts new prefill
+    statistics.
     """
     _require_settled(request)
     request._all_token_ids.extend(update.prompt_token_ids or ())
@@ -226,6 +237,7 @@ def append_chunk(request: Request, update: StreamingUpdate) -> None:
     request.update_block_hashes()
     request.sampling_params = update.sampling_params
     request.max_tokens = update.max_tokens
+    request.structured_output_request = update.structured_output_request
     request.arrival_time = update.arrival_time
     request.stop_reason = None
     # Statistics of a prefill are kept for the first try only: that count, too, begins anew with a chunk.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -50,6 +50,7 @@ def config_errors(config: VllmConfig) -> tuple[str, ...]:
 def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
     """Return why requests cannot have a policy under this engine configuration; empty if they can."""
     scheduler = config.scheduler_config
+    num_engines = config.parallel_config.data_parallel_size
     dtype = config.cache_config.cache_dtype
     # The CPU backend packs by the model's format, and takes another one for the cache without a word.
     dtypes = ("auto", str(config.model_config.dtype).removeprefix("torch."))
@@ -61,6 +62,10 @@ def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
                     "--no-enable-chunked-prefill: kv_cache_policy needs chunked prefill "
                     "(a preempted request is prefilled again from event to event)"
                 ),
+            ),
+            (
+                num_engines > 1,
+                f"--data-parallel-size {num_engines}: {POLICIES}: must be 1 for now (its counters are of one engine)",
             ),
             (
                 not scheduler.scheduler_reserve_full_isl,
@@ -95,10 +100,6 @@ def _engine_errors(config: VllmConfig, feature: str) -> tuple[str, ...]:
             (
                 parallel.pipeline_parallel_size > 1,
                 f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: {feature}: must be 1",
-            ),
-            (
-                parallel.data_parallel_size > 1,
-                f"--data-parallel-size {parallel.data_parallel_size}: {feature}: must be 1 for now",
             ),
             (
                 parallel.decode_context_parallel_size > 1,
@@ -165,10 +166,11 @@ def cache_errors(
     return tuple(errors)
 
 
-def sampling_errors(params: SamplingParams | None) -> tuple[str, ...]:
+def sampling_errors(params: Any) -> tuple[str, ...]:
     """Return why a session chunk cannot have these sampling parameters; empty if it can."""
-    if params is None:
-        return ("sampling_params: expected SamplingParams, got none (pooling is not supported with sessions)",)
+    if not isinstance(params, SamplingParams):
+        got = "none" if params is None else type(params).__name__
+        return (f"sampling_params: expected SamplingParams, got {got} (pooling is not supported with sessions)",)
     policy = (params.extra_args or {}).get(POLICY_KEY)
     refused: Iterable[tuple[bool, str]] = (
         (
@@ -178,7 +180,6 @@ def sampling_errors(params: SamplingParams | None) -> tuple[str, ...]:
         (params.n != 1, f"sampling_params.n: expected 1, got {params.n}"),
         (bool(params.stop), f"sampling_params.stop: expected no stop strings, got {params.stop!r}; use stop_token_ids"),
         (params.prompt_logprobs is not None, "sampling_params.prompt_logprobs: not supported with sessions"),
-        (params.structured_outputs is not None, "sampling_params.structured_outputs: not supported with sessions yet"),
         (
             params.max_tokens is None or params.max_tokens < 1,
             f"sampling_params.max_tokens: expected an integer >= 1, got {params.max_tokens}",

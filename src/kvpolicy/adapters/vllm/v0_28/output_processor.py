@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vllm.exceptions import VLLMClientError
 from vllm.utils import length_from_prompt_token_ids_or_embeds
-from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
     OutputProcessorOutput,
@@ -20,18 +19,15 @@ from vllm.v1.engine.output_processor import (
 from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
 from kvpolicy.adapters.vllm.v0_28.progress import RequestProgress
-from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals, RequestKey
+from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL, CompactionTotals, RequestKey
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.policy_options import as_text
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
     from kvpolicy.adapters.vllm.v0_28.compactions import PolicyAdmission
     from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters
-
-# Finish reasons that end a session; every other one ends a reply and is a chunk boundary.
-_TERMINAL = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 
 
 class RequestRefusedError(PolicyUsageError, VLLMClientError):
@@ -212,7 +208,7 @@ class SessionOutputProcessor(PolicyOutputProcessor):
         ended = []
         for output in engine_core_outputs:
             state = self.request_states.get(output.request_id)
-            if state is not None and state.streaming_input and output.finish_reason in _TERMINAL:
+            if state is not None and state.streaming_input and output.finish_reason in TERMINAL:
                 state.streaming_input = False
                 state.input_chunk_queue = None
                 ended.append(output.request_id)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+from vllm.v1.request import Request, RequestStatus
 
 from kvpolicy.adapters.vllm.v0_28.compaction_scheduler import CompactionScheduler
+from kvpolicy.adapters.vllm.v0_28.engine_state import chunk_of
 from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS, cache_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
-from kvpolicy.adapters.vllm.v0_28.wire import ChunkMarker, ChunkReport, StepDirective
+from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
 from kvpolicy.core.budget import SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.events import SessionFailed
@@ -70,13 +71,15 @@ class SessionScheduler(CompactionScheduler):
         # Sessions whose reply has ended, or whose idle consolidation has been computed, in the step being processed.
         self._settling: list[SessionRecord] = []
         self._reports: dict[str, ChunkReport] = {}
+        # Sessions of this step whose grammar has rejected a token.
+        self._rejecting: set[str] = set()
 
     # -- messages from the front end --------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Take a new request, a session's next chunk, or a session's end of input."""
         record = self.sessions.records.get(request.request_id)
-        marker = ChunkMarker.from_extra_args(request.sampling_params.extra_args if request.sampling_params else None)
+        marker = ChunkMarker.of(request.sampling_params)
         if record is None and not request.resumable and (marker is None or not marker.final):
             super().add_request(request)
             return
@@ -86,7 +89,7 @@ class SessionScheduler(CompactionScheduler):
         if record is None:
             self._open(request, marker)
             return
-        update = StreamingUpdate.from_request(request)
+        update = chunk_of(request)
         if update is None and (record.is_idle or record.discards_sample) and not record.request.streaming_queue:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         elif not record.is_idle:
@@ -97,7 +100,7 @@ class SessionScheduler(CompactionScheduler):
             self._settle(record)
 
     def _open(self, request: Request, marker: ChunkMarker | None) -> None:
-        if marker is not None and (marker.ordinal > 0 or marker.final):
+        if marker is not None and (marker.final or not marker.first):
             # On its way when its session ended: it must not come back as a request that nobody can abort.
             self._answer(request, FinishReason.ABORT, Refuse("session_ended", "this session has already ended"))
             return
@@ -155,8 +158,12 @@ class SessionScheduler(CompactionScheduler):
 
     def _handle_stopped_request(self, request: Request) -> bool:
         record = self.sessions.records.get(request.request_id)
-        if record is None or request.status == RequestStatus.FINISHED_ERROR:
+        if record is None:
             return bool(super()._handle_stopped_request(request))
+        if request.status == RequestStatus.FINISHED_ERROR:
+            # Its grammar has rejected a token: that ends the reply, not the session (R.21).
+            request.resumable = True
+            self._rejecting.add(request.request_id)
         ended = bool(request.streaming_queue) and request.streaming_queue[0] is None
         settled = self._guarded(
             request, lambda: self._reports.update({request.request_id: self.sessions.stopped(record)})
@@ -180,9 +187,14 @@ class SessionScheduler(CompactionScheduler):
 
     def _attach_reports(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         reports, self._reports = self._reports, {}
+        rejecting, self._rejecting = self._rejecting, set()
         for output in chain.from_iterable(batch.outputs for batch in outputs.values()):
             if output.finish_reason is not None and output.request_id in reports:
                 output.kv_transfer_params = reports[output.request_id].to_wire()
+                if output.request_id in rejecting:
+                    output.finish_reason = FinishReason.STOP
+                    output.stop_reason = STOP_PREFIX + "grammar_rejected"
+                    output.new_token_ids, output.new_logprobs = [], None
 
     def _come_to_rest(self, record: SessionRecord) -> None:
         request = record.request
@@ -205,7 +217,11 @@ class SessionScheduler(CompactionScheduler):
                 return
             refusal = self.sessions.fold(record, update)
             if refusal is None:
-                self._enqueue(request, RequestStatus.WAITING)
+                waits_for_grammar = request.use_structured_output
+                self._enqueue(
+                    request,
+                    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR if waits_for_grammar else RequestStatus.WAITING,
+                )
                 return
             report = self.sessions.report(record, refusal)
             if record.budget is None and refusal.code == "context_exhausted":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 
-from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkReport
+from kvpolicy.adapters.vllm.v0_28.wire import ChunkReport
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError, SessionFailedError
 from kvpolicy.core.replies import Reply, SegmentView, SessionStats
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+
+
+# Finish reasons that end a session; every other one ends a reply.
+_TERMINAL = frozenset({"abort", "error"})
 
 
 class _Pending:
@@ -46,8 +50,8 @@ class _Pending:
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs or ())
 
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
+    def fail(self, error: Exception | None) -> None:
+        if error is not None and not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # a caller that has stopped waiting will not ask: that is no fault to be logged
 
@@ -94,8 +98,6 @@ class Session:
         self._require_ready()
         params = self._engine.checked_session_params(sampling_params or self._params)
         prompt = TokensPrompt(prompt_token_ids=self._tokens(turn))
-        await self._engine.check_chunk(prompt, params)
-        self._require_ready()
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name=self.id)
         pending = self._pending = _Pending(len(prompt["prompt_token_ids"]), on_text)
@@ -139,7 +141,7 @@ class Session:
 
     def _require_ready(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise self._ended.with_traceback(None)  # raised many times, it must not collect them all
         if self._pending is not None:
             reason = "push: the reply to the chunk before is still pending; one chunk is in flight at a time"
             raise PolicyUsageError(reason)
@@ -192,17 +194,16 @@ class Session:
         if completion.finish_reason is None:
             return
         report = ChunkReport.from_wire(output.kv_transfer_params)
-        error = _error_of(completion, report)
-        reply = None if error is not None or report is None else _reply(pending, completion, report)
         self._pending = None
-        if report is not None and (error is None or isinstance(error, ChunkRefusedError)):
+        error = _error_of(completion, report)
+        if report is None or completion.finish_reason in _TERMINAL:
+            self._ended = error
+        else:
             self._count(report, pending)
-        if reply is None:
-            error = error or SessionFailedError("no_report", "the engine sent no report: is the scheduler ours?")
-            if not isinstance(error, ChunkRefusedError):
-                self._ended = error
+        if error is not None or report is None:
             pending.fail(error)
             return
+        reply = _reply(pending, completion, report)
         self._encoder.sent()
         if not pending.future.done():
             pending.future.set_result(reply)
@@ -229,12 +230,17 @@ class Session:
 
 def _error_of(completion: CompletionOutput, report: ChunkReport | None) -> Exception | None:
     """Return the error that a boundary stands for, or None where it ends a reply."""
-    refused = isinstance(completion.stop_reason, str) and completion.stop_reason.startswith(STOP_PREFIX)
-    code = (report.code if report else None) or "engine"
-    message = (report.message if report else None) or f"the engine ended the session ({completion.finish_reason})"
-    if completion.finish_reason in {"abort", "error"}:
-        return PolicyUsageError(message.splitlines()) if code == "not_admitted" else SessionFailedError(code, message)
-    return ChunkRefusedError(code, message) if refused else None
+    code, message = (report.code, report.message or "") if report is not None else (None, "")
+    if completion.finish_reason in _TERMINAL:
+        if code == "not_admitted":
+            return PolicyUsageError(message.splitlines())
+        message = message or f"the engine ended the session ({completion.finish_reason})"
+        return SessionFailedError(code or "engine", message)
+    if report is None:
+        return SessionFailedError("no_report", "the engine sent no report: is the scheduler ours?")
+    if code is None:
+        return None
+    return PolicyUsageError(message.splitlines()) if code == "unusable_chunk" else ChunkRefusedError(code, message)
 
 
 def _reply(pending: _Pending, completion: CompletionOutput, report: ChunkReport) -> Reply:

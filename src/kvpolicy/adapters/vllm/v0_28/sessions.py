@@ -11,7 +11,7 @@ from attrs import define, frozen
 
 from kvpolicy.adapters.vllm.v0_28 import engine_state
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
-from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, ChunkReport
+from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, ChunkMarker, ChunkReport
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors
 from kvpolicy.core.errors import EngineContractError, PolicyUsageError
 from kvpolicy.core.events import (
@@ -62,7 +62,7 @@ class SessionRecord:
     discards_sample: bool = False
     evicted_since_reply: int = 0
     consolidated_since_reply: bool = False
-    num_answered: int = 0
+    chunk: int = 0
 
     def advance(self, event: SessionInput) -> None:
         """Move the state machine on."""
@@ -100,6 +100,7 @@ class SessionBook:
 
     def _admit(self, request: Request) -> SessionRecord:
         reasons = list(sampling_errors(request.sampling_params))
+        marker = ChunkMarker.of(request.sampling_params)
         if len(self.records) >= self.max_sessions:
             reasons.append(
                 f"sessions: {len(self.records)} are open and at most {self.max_sessions} may be; "
@@ -126,10 +127,13 @@ class SessionBook:
             budget=budget,
             ledger=SessionLedger.opened(first_chunk, anchor_tokens=budget.anchor_tokens if budget else None),
             last_chunk=ChunkShape(first_chunk, request.max_tokens),
+            chunk=marker.ordinal if marker is not None else 0,
         )
 
     def fold(self, record: SessionRecord, update: StreamingUpdate) -> Refuse | None:
         """Fold a chunk into an idle or parked session, or return why it is refused (nothing has changed then)."""
+        marker = ChunkMarker.of(update.sampling_params)
+        record.chunk = marker.ordinal if marker is not None else record.chunk + 1
         plan = self._plan(record, update)
         if plan.refusal is not None:
             refusal = plan.refusal
@@ -177,6 +181,9 @@ class SessionBook:
                     f"extra_args[{RETENTION_KEY!r}]: the budgets of a session are those of its first chunk "
                     f"({record.retention!r}), got {retention!r}"
                 )
+        grammar = update.structured_output_request and update.structured_output_request.grammar
+        if isinstance(grammar, Exception):
+            errors.append(f"sampling_params.structured_outputs: it cannot be compiled: {grammar}")
         return Refuse("unsupported_parameters", "\n".join(errors)) if errors else None
 
     def _carry_out(self, record: SessionRecord, step: object, update: StreamingUpdate) -> None:
@@ -276,14 +283,13 @@ class SessionBook:
 
     def report(self, record: SessionRecord, refusal: Refuse | None = None) -> ChunkReport:
         """Return the report of the chunk that has just been answered (or refused)."""
-        chunk, evicted, consolidated = record.num_answered, 0, False
-        record.num_answered += 1
+        evicted, consolidated = 0, False
         if refusal is None:
             evicted, record.evicted_since_reply = record.evicted_since_reply, 0
             consolidated, record.consolidated_since_reply = record.consolidated_since_reply, False
         ledger = record.ledger
         return ChunkReport(
-            chunk=chunk,
+            chunk=record.chunk,
             resident_tokens=record.request.num_computed_tokens,
             num_blocks=self.blocks.num_blocks(record.request.request_id),
             evicted=evicted,

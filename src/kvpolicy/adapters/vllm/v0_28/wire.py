@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, evolve, field, frozen
+from vllm.v1.engine import FinishReason
 
 if TYPE_CHECKING:
     from kvpolicy.core.compaction import CompactionEvent
@@ -19,28 +20,34 @@ RETENTION_KEY = "streaming_retention"
 INTERNAL_KEY = "kvpolicy"
 # Prefix of every stop reason that kvpolicy itself gives to a chunk.
 STOP_PREFIX = "kvpolicy:"
+# Finish reasons that end a session; every other one ends a reply and is a chunk boundary.
+TERMINAL = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 # Where an output carries engine-wide counters to the front end.
 TOTALS_KEY = "totals"
 
 
 @frozen
 class ChunkMarker:
-    """Place of one message in its session: the chunk's ordinal, or the end of input."""
+    """Place of one message in its session.
+
+    ``ordinal`` counts the chunks of the stream, those that the front end refused included; ``first``: the engine has
+    not heard of the session before; ``final``: the end of input.
+    """
 
     ordinal: int
+    first: bool
     final: bool = False
 
     def to_extra_args(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return a copy of ``extra_args`` that carries this marker instead of any other."""
-        return {**(extra_args or {}), INTERNAL_KEY: {"ordinal": self.ordinal, "final": self.final}}
+        return {**(extra_args or {}), INTERNAL_KEY: asdict(self)}
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> ChunkMarker | None:
-        """Return the marker, or None where the message came through a stock front end."""
-        value = (extra_args or {}).get(INTERNAL_KEY)
-        match value:
-            case {"ordinal": int(ordinal), "final": bool(final)}:
-                return cls(ordinal, final=final)
+    def of(cls, params: Any) -> ChunkMarker | None:
+        """Return the marker in sampling parameters, or None where the message came through a stock front end."""
+        match (getattr(params, "extra_args", None) or {}).get(INTERNAL_KEY):
+            case {"ordinal": int(ordinal), "first": bool(first), "final": bool(final)}:
+                return cls(ordinal, first=first, final=final)
         return None
 
 

@@ -1,0 +1,118 @@
+"""The input side of one stream: its chunks are checked, numbered, and held back while replies are unread."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from copy import copy
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport
+from kvpolicy.core.errors import SessionFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable
+
+    from vllm.engine.protocol import StreamingInput
+    from vllm.v1.engine import EngineCoreRequest
+
+    from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
+    from kvpolicy.core.fold import Refuse
+
+
+@define(eq=False)
+class InputStream:
+    """One stream on its way to the engine.
+
+    Attributes:
+        request_id: the caller's name for it.
+        replies: where its replies go.
+        num_chunks: chunks dealt with so far, refused ones included.
+        is_known: whether the engine has been told of it.
+        rank: the data-parallel rank of the engine that holds it; None until that is known, or where there is but one.
+    """
+
+    request_id: str
+    replies: BoundaryCollector
+    num_chunks: int = 0
+    is_known: bool = False
+    rank: int | None = None
+
+    async def checked(
+        self,
+        chunks: AsyncGenerator[StreamingInput, None],
+        refusal_of: Callable[[StreamingInput], Awaitable[Refuse | None]],
+    ) -> AsyncGenerator[StreamingInput, None]:
+        """Yield the chunks that may be sent; answer the others with a boundary, in their place.
+
+        No further chunk is taken while too many replies are unread.
+
+        Raises:
+            SessionFailedError: the producer was cancelled (but not this task). Whatever else it raises comes as it is.
+        """
+        async with aclosing(chunks):
+            while (chunk := await _next(chunks)) is not None:
+                refusal = await refusal_of(chunk)
+                if refusal is None:
+                    yield chunk
+                else:
+                    await self.replies.answered(self.num_chunks)
+                    self.replies.put(self._refused(refusal))
+                self.num_chunks += 1
+                await self.replies.room()
+
+    def mark(self, request: EngineCoreRequest) -> None:
+        """Mark a message with its place, and send it where the session is."""
+        marker = ChunkMarker(self.num_chunks, first=not self.is_known, final=not request.resumable)
+        request.sampling_params = copy(request.sampling_params)
+        request.sampling_params.extra_args = marker.to_extra_args(request.sampling_params.extra_args)
+        if self.rank is not None:
+            request.data_parallel_rank = self.rank
+        self.is_known = True
+
+    def _refused(self, refusal: Refuse) -> RequestOutput:
+        """Return the boundary of a chunk that is not sent; the session is as its last report says."""
+        report = evolve(
+            self.replies.last_report or ChunkReport(),
+            chunk=self.num_chunks,
+            evicted=0,
+            consolidated=False,
+            code=refusal.code,
+            message=refusal.message,
+        )
+        completion = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=[],
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason="length",
+            stop_reason=STOP_PREFIX + refusal.code,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=None,
+            prompt_token_ids=[],
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=False,
+            kv_transfer_params=report.to_wire(),
+        )
+
+
+async def _next(chunks: AsyncGenerator[StreamingInput, None]) -> StreamingInput | None:
+    """Return the next chunk, None at the end of the stream.
+
+    A cancellation that comes out of the producer looks to vLLM's input task like its own, after which nobody would end
+    the session or tell its consumer.
+    """
+    try:
+        return await anext(chunks, None)
+    except (asyncio.CancelledError, GeneratorExit):
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise SessionFailedError("input_cancelled", "the producer of the stream's chunks was cancelled") from None

@@ -1,0 +1,168 @@
+"""The edges of one reply: empty chunks, first tokens that stop, grammars. The session goes on after each."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.sampling_params import StructuredOutputsParams
+
+from kvpolicy.core.states import SessionState
+from tests.integration.engine import SteppedEngine, SteppedSession
+from tests.integration.replay import random_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+WINDOW = {"total_tokens": 128, "min_total_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def engine(short_range_model: Path) -> Iterator[SteppedEngine]:
+    engine = SteppedEngine(short_range_model, max_num_batched_tokens=64)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def session(engine: SteppedEngine) -> Iterator[SteppedSession]:
+    """A session that has evicted, beside a neighbour; afterwards everything has gone back and the engine answers."""
+    free = engine.num_free_blocks()
+    neighbour = SteppedSession(engine, "neighbour", retention=WINDOW)
+    neighbour.push([9] * 20)
+    session = SteppedSession(engine, "session", retention=WINDOW, max_tokens=6)
+    for chunk in random_chunks(5, 12, 18, 24):
+        session.push(chunk)
+    assert session.record.ledger.num_evictions > 0
+    yield session
+    assert len(session.push([7] * 20, max_tokens=5).token_ids) == 5
+    session.close()
+    assert len(neighbour.push([9] * 20).token_ids) == 4
+    neighbour.close()
+    assert len(engine.complete([5, 6]).token_ids) == 4
+    assert engine.num_free_blocks() == free
+    assert not engine.scheduler.sessions.records
+
+
+def held(session: SteppedSession) -> tuple[int, ...]:
+    """Return the tokens that an idle session holds: what is computed."""
+    session.rest()
+    request = session.record.request
+    return tuple(request.all_token_ids[: request.num_computed_tokens])
+
+
+def test_an_empty_chunk_is_refused(session: SteppedSession) -> None:
+    before = held(session)
+    answer = session.push([])
+    assert (answer.finish_reason, answer.stop_reason) == ("length", "kvpolicy:empty_chunk")
+    assert answer.token_ids == ()
+    assert held(session) == before
+
+
+def test_a_first_token_that_stops(session: SteppedSession) -> None:
+    """Nothing of such a reply is kept; the session goes on."""
+    chunk = random_chunks(8, 1, 20, 20)[0]
+    first = session.push(chunk, max_tokens=1).token_ids
+    answer = session.push(chunk, stop_token_ids=list(range(320)))
+    assert len(first) == len(answer.token_ids) == 1
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", answer.token_ids[0])
+    assert held(session)[-20:] == tuple(chunk)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_replies_of_one_token(session: SteppedSession, num_tokens: int) -> None:
+    for chunk in random_chunks(9, 12, 18, 24):
+        assert len(session.push(chunk, max_tokens=num_tokens).token_ids) == num_tokens
+        assert held(session)[-len(chunk) - num_tokens + 1 :][: len(chunk)] == tuple(chunk)
+
+
+def choice(*words: str) -> StructuredOutputsParams:
+    params = StructuredOutputsParams(regex="|".join(words))
+    params._backend = "xgrammar"  # what vLLM's front end fills in
+    return params
+
+
+def text_of(engine: SteppedEngine, tokens: Sequence[int]) -> str:
+    return str(engine.scheduler.structured_output_manager.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_each_chunk_has_its_own_grammar(session: SteppedSession) -> None:
+    """Ten chunks with different choices, free ones between them; a preemption inside a constrained reply."""
+    engine = session.engine
+    for i, chunk in enumerate(random_chunks(10, 10, 18, 24)):
+        words = (f"yes{i}", f"never{i}")
+        answer = session.push(
+            chunk,
+            max_tokens=12,
+            ignore_eos=False,
+            structured_outputs=choice(*words),
+            on_step=engine.preemption_after(2 if i % 3 == 0 else None),
+        )
+        assert text_of(engine, answer.token_ids) in words
+        assert answer.finish_reason == "stop"
+        free = session.push(chunk)
+        assert len(free.token_ids) == 6
+        assert text_of(engine, free.token_ids) not in words
+    assert session.record.ledger.num_evictions > 3
+
+
+def test_a_first_chunk_with_a_grammar(engine: SteppedEngine) -> None:
+    session = SteppedSession(engine, "constrained", retention=WINDOW, max_tokens=12)
+    answer = session.push([7] * 20, ignore_eos=False, structured_outputs=choice("yes", "no"))
+    assert text_of(engine, answer.token_ids) in {"yes", "no"}
+    assert len(session.push([7] * 20).token_ids) == 12
+    session.close()
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 3])
+@pytest.mark.parametrize("queued", ["nothing", "a chunk", "the end"])
+def test_a_grammar_that_rejects_a_token_ends_the_reply_only(
+    engine: SteppedEngine, num_accepted: int, queued: str
+) -> None:
+    free = engine.num_free_blocks()
+    session = SteppedSession(engine, "session", retention=WINDOW, max_tokens=8)
+    for chunk in random_chunks(5, 12, 18, 24):
+        session.push(chunk)
+    session.rest()
+    chunk = random_chunks(6, 1, 20, 20)[0]
+    session.send(chunk, ignore_eos=False, structured_outputs=choice("yesyesyesyesyes", "nonononononono"))
+    reject_after(session.record.request, num_accepted)
+    if queued == "a chunk":
+        session.send([8] * 10)
+    elif queued == "the end":
+        engine.send(session.id, [0], session.params(), resumable=False)
+    answer = engine.answer(session.id)
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "kvpolicy:grammar_rejected")
+    assert len(answer.token_ids) == num_accepted
+    if queued == "the end":
+        engine.run_to_rest()
+        assert session.id not in engine.scheduler.requests
+    else:
+        assert answer.report is not None
+        assert answer.report.code is None
+        if queued == "nothing":
+            assert session.record.state is SessionState.IDLE
+            # The rejected token was never computed; what is kept of the reply is what was accepted.
+            assert held(session)[-20 - num_accepted :] == (*chunk, *answer.token_ids)
+            session.send([8] * 10)
+        assert len(engine.answer(session.id).token_ids) == 8
+        session.close()
+    engine.outputs.clear()
+    assert engine.num_free_blocks() == free
+    assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+def reject_after(request: Any, num_accepted: int) -> None:
+    """Let a request's grammar refuse every token after so many: the mask it was sampled by should exclude that."""
+    structured = request.structured_output_request
+    while structured.grammar is None:  # compiled in a thread; no step is run until the request's first token
+        time.sleep(0.001)
+    grammar, accept, left = structured.grammar, structured.grammar.accept_tokens, [num_accepted]
+
+    def accept_some(request_id: str, tokens: list[int]) -> bool:
+        left[0] -= len(tokens)
+        return left[0] >= 0 and bool(accept(request_id, tokens))
+
+    grammar.accept_tokens = accept_some
