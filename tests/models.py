@@ -107,6 +107,46 @@ def tiny_llama(
     return folder
 
 
+def echo_llama(folder: Path, *, max_position_embeddings: int = 2048) -> Path:
+    """Write a Llama that says ``successor`` of the last token, whatever came before it, and return ``folder``.
+
+    Attention and MLP add nothing to the residual stream, so the model has no memory: a reply says which token its
+    chunk ended with, and nothing that happens to the KV cache can change it. The embedding of a token is a unit
+    vector of its own and the head maps it to the successor, so that the greedy logit is sqrt(320), about 17.9, and
+    every other one is 0: nothing is left to rounding. The keys and values are those of ``tiny_llama``'s random
+    weights.
+
+    Args:
+        folder: Where to write; made if missing.
+        max_position_embeddings: The trained range that the config states.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama(folder, hidden_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    weights["model.embed_tokens.weight"] = torch.eye(VOCAB_SIZE)
+    head = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
+    for token in range(VOCAB_SIZE):
+        head[successor(token), token] = 1.0
+    weights["lm_head.weight"] = head
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def successor(token: int) -> int:
+    """Return what ``echo_llama`` says after a token: the next ordinary token, the first one after the last.
+
+    Worked example: 4 follows 319, 5 follows 4; a special token is never said.
+    """
+    first = len(SPECIAL_TOKENS)
+    return first + (token + 1 - first) % (VOCAB_SIZE - first)
+
+
 def tiny_tokenizer(max_length: int = 2048) -> Any:
     """Return a byte-level BPE tokenizer of 320 tokens with a chat template; it adds no token of its own.
 

@@ -8,7 +8,6 @@ from copy import copy
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import STREAM_FINISHED
@@ -98,8 +97,8 @@ class AsyncLLM(StockAsyncLLM):
         else:
             require_session_config(vllm_config)
         self._handler_may_run = False
-        # By the queue that vLLM's input task has; the consumer reads from another.
-        self._streams: WeakKeyDictionary[RequestOutputCollector, InputStream] = WeakKeyDictionary()
+        # Those whose input has not ended, by the queue that vLLM's input task has; the consumer reads from another.
+        self._streams: dict[RequestOutputCollector, InputStream] = {}
         self._counters = CompactionCounters()
         if log_stats and EngineOptions.from_config(vllm_config).compacts:
             own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
@@ -181,27 +180,25 @@ class AsyncLLM(StockAsyncLLM):
         except PolicyUsageError as error:
             return Refuse("unsupported_parameters", str(error))
         tokens = chunk.prompt.get("prompt_token_ids") if isinstance(chunk.prompt, Mapping) else None
+        limit = self.model_config.max_model_len
         if tokens is not None and not tokens:
             return Refuse("empty_chunk", "chunk: expected at least one token, got none")
-        try:
-            if tokens is None or len(tokens) < self.model_config.max_model_len:
-                request = self.input_processor.process_inputs(
-                    request_id="check",
-                    prompt=chunk.prompt,
-                    params=params,
-                    supported_tasks=await self.get_supported_tasks(),
-                )
-                tokens = request.prompt_token_ids
-        except (TypeError, ValueError, VLLMClientError) as error:
-            return Refuse("unusable_chunk", f"chunk: the engine refuses it: {error}")
-        if tokens is None:
-            return Refuse("unusable_chunk", "chunk: expected tokens or text, got embeddings")
-        if len(tokens) >= self.model_config.max_model_len:
-            limit = self.model_config.max_model_len
+        if tokens is not None and len(tokens) >= limit:
             message = (
                 f"chunk: expected fewer tokens than the context limit {limit}, got {len(tokens)}; send it in parts"
             )
             return Refuse("chunk_too_long", message)
+        try:
+            request = self.input_processor.process_inputs(
+                request_id="check",
+                prompt=chunk.prompt,
+                params=params,
+                supported_tasks=await self.get_supported_tasks(),
+            )
+        except (TypeError, ValueError, VLLMClientError) as error:
+            return Refuse("unusable_chunk", f"chunk: the engine refuses it: {error}")
+        if request.prompt_embeds is not None:
+            return Refuse("unusable_chunk", "chunk: expected tokens or text, got embeddings")
         return None
 
     async def add_request(
@@ -222,14 +219,10 @@ class AsyncLLM(StockAsyncLLM):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:  # noqa: FBT001, FBT002 - stock signature
         """Abort requests. The input of a stream ends first, so that nothing comes after the abort."""
         given = [request_id] if isinstance(request_id, str) else list(request_id)
-        ids = set(given)
-        if not internal:
-            external = self.output_processor.external_req_ids
-            ids = {internal_id for external_id in ids for internal_id in external.get(external_id, ())}
+        streams = [stream for stream in self._streams.values() if stream.name(internal=internal) in given]
         try:
-            for stream in list(self._streams.values()):
-                if stream.replies.request_id in ids:
-                    await stream.replies.stop_input()
+            for stream in streams:
+                await stream.stop()
         finally:
             await super().abort(given, internal)
 
@@ -241,12 +234,12 @@ class AsyncLLM(StockAsyncLLM):
         *args: Any,
         **kwargs: Any,
     ) -> RequestOutputCollector:
-        stream = InputStream(request_id, BoundaryCollector(sampling_params.output_kind))
+        stream = InputStream(request_id, BoundaryCollector(sampling_params.output_kind), sampling_params)
         chunks = stream.checked(input_stream, partial(self._refusal, params=sampling_params))
         queue = await super()._add_streaming_input_request(request_id, chunks, sampling_params, *args, **kwargs)
         # The input task has been made but has not run yet, so this comes before its first chunk.
-        stream.replies.adopt(queue)
         self._streams[queue] = stream
+        stream.replies.adopt(queue).add_done_callback(lambda _: self._streams.pop(queue))
         return stream.replies
 
     async def _add_request(
@@ -278,7 +271,8 @@ class AsyncLLM(StockAsyncLLM):
         if is_final and isinstance(failure, Exception):
             # What the stream has raised; vLLM's input task left it in its own queue.
             stream.replies.put(failure)
-        if stream.is_known and request.request_id not in self.output_processor.request_states:
+        has_ended = stream.is_known and request.request_id not in self.output_processor.request_states
+        if has_ended or stream.is_stopped:
             if not is_final:
                 raise SessionClosedError("session: it has ended; open a new one")
             return False

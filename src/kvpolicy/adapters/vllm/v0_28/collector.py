@@ -36,13 +36,13 @@ class BoundaryCollector(RequestOutputCollector):
         # What the scheduler said with the last boundary, None before the first.
         self.last_report: ChunkReport | None = None
 
-    def adopt(self, queue: RequestOutputCollector) -> None:
-        """Take another queue's place before the consumer: its request, and the task that is cancelled with it."""
+    def adopt(self, queue: RequestOutputCollector) -> Any:
+        """Take another queue's place before the consumer; return the task that feeds the stream."""
         self.request_id = queue.request_id
         task = self._input_stream_task = queue._input_stream_task  # noqa: SLF001 - of the class that this one extends
-        if task is not None:
-            collector = weakref.ref(self)
-            task.add_done_callback(lambda _: _forget_input(collector))
+        collector = weakref.ref(self)
+        task.add_done_callback(lambda _: _forget_input(collector))
+        return task
 
     async def stop_input(self) -> None:
         """Cancel the task that feeds the stream, and wait until it has ended (unless it is the one that calls).

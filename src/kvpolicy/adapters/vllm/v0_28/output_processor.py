@@ -204,16 +204,29 @@ class SessionOutputProcessor(PolicyOutputProcessor):
         engine_core_timestamp: float | None = None,
         iteration_stats: Any = None,
     ) -> OutputProcessorOutput:
-        """Process outputs; ABORT and ERROR end a session, and are sent back to the engine core."""
-        ended = []
-        for output in engine_core_outputs:
+        """Process outputs; ABORT and ERROR end a session, and are sent back to the engine core.
+
+        Not before their turn: the end of a reply that comes before them in the same batch is still a boundary.
+        """
+        processed = OutputProcessorOutput(request_outputs=[], reqs_to_abort=[])
+
+        def process(outputs: list[EngineCoreOutput]) -> None:
+            part = super(SessionOutputProcessor, self).process_outputs(outputs, engine_core_timestamp, iteration_stats)
+            processed.request_outputs.extend(part.request_outputs)
+            processed.reqs_to_abort.extend(part.reqs_to_abort)
+
+        done = 0
+        for i, output in enumerate(engine_core_outputs):
+            if output.finish_reason not in TERMINAL:
+                continue
+            process(engine_core_outputs[done:i])
+            done = i
             state = self.request_states.get(output.request_id)
-            if state is not None and state.streaming_input and output.finish_reason in TERMINAL:
+            if state is not None and state.streaming_input:
                 state.streaming_input = False
                 state.input_chunk_queue = None
-                ended.append(output.request_id)
-        processed = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
-        processed.reqs_to_abort.extend(ended)
+                processed.reqs_to_abort.append(output.request_id)
+        process(engine_core_outputs[done:])
         return processed
 
 

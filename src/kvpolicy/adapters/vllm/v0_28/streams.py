@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve
+from vllm.engine.protocol import StreamingInput
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport
+from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, STOP_PREFIX, ChunkMarker, ChunkReport
 from kvpolicy.core.errors import SessionFailedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
     from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
@@ -30,15 +31,20 @@ class InputStream:
     Attributes:
         request_id: the caller's name for it.
         replies: where its replies go.
+        params: the stream's own sampling parameters. Those of a chunk replace them, but for what holds for the whole
+            stream: the kind of its outputs and the retention.
         num_chunks: chunks dealt with so far, refused ones included.
         is_known: whether the engine has been told of it.
+        is_stopped: whether an abort has ended it: nothing may be sent any more.
         rank: the data-parallel rank of the engine that holds it; None until that is known, or where there is but one.
     """
 
     request_id: str
     replies: BoundaryCollector
+    params: SamplingParams
     num_chunks: int = 0
     is_known: bool = False
+    is_stopped: bool = False
     rank: int | None = None
 
     async def checked(
@@ -57,21 +63,43 @@ class InputStream:
             while (chunk := await _next(chunks)) is not None:
                 refusal = await refusal_of(chunk)
                 if refusal is None:
-                    yield chunk
+                    yield self._with_kind(chunk)
                 else:
                     await self.replies.answered(self.num_chunks)
                     self.replies.put(self._refused(refusal))
                 self.num_chunks += 1
                 await self.replies.room()
 
+    def name(self, *, internal: bool) -> str:
+        """Return the id by which the caller, or vLLM itself, calls it."""
+        return str(self.replies.request_id if internal else self.request_id)
+
+    async def stop(self) -> None:
+        """End the input before an abort; a stream that the engine has not heard of ends here, like one that it has."""
+        self.is_stopped = True
+        await self.replies.stop_input()
+        if not self.is_known:
+            self.replies.put(self._output("abort", None, finished=True))
+
     def mark(self, request: EngineCoreRequest) -> None:
         """Mark a message with its place, and send it where the session is."""
         marker = ChunkMarker(self.num_chunks, first=not self.is_known, final=not request.resumable)
+        extra_args = marker.to_extra_args(request.sampling_params.extra_args)
+        retention = (self.params.extra_args or {}).get(RETENTION_KEY)
+        if marker.first and retention is not None:
+            extra_args.setdefault(RETENTION_KEY, retention)
         request.sampling_params = copy(request.sampling_params)
-        request.sampling_params.extra_args = marker.to_extra_args(request.sampling_params.extra_args)
+        request.sampling_params.extra_args = extra_args
         if self.rank is not None:
             request.data_parallel_rank = self.rank
         self.is_known = True
+
+    def _with_kind(self, chunk: StreamingInput) -> StreamingInput:
+        if chunk.sampling_params is None or chunk.sampling_params.output_kind == self.params.output_kind:
+            return chunk
+        params = copy(chunk.sampling_params)
+        params.output_kind = self.params.output_kind
+        return StreamingInput(prompt=chunk.prompt, sampling_params=params)
 
     def _refused(self, refusal: Refuse) -> RequestOutput:
         """Return the boundary of a chunk that is not sent; the session is as its last report says."""
@@ -83,14 +111,18 @@ class InputStream:
             code=refusal.code,
             message=refusal.message,
         )
+        return self._output("length", STOP_PREFIX + refusal.code, kv_transfer_params=report.to_wire())
+
+    def _output(self, finish_reason: str, stop_reason: str | None, **fields: Any) -> RequestOutput:
+        """Return an output without tokens that the engine has no part in."""
         completion = CompletionOutput(
             index=0,
             text="",
             token_ids=[],
             cumulative_logprob=None,
             logprobs=None,
-            finish_reason="length",
-            stop_reason=STOP_PREFIX + refusal.code,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
         )
         return RequestOutput(
             request_id=self.request_id,
@@ -98,8 +130,7 @@ class InputStream:
             prompt_token_ids=[],
             prompt_logprobs=None,
             outputs=[completion],
-            finished=False,
-            kv_transfer_params=report.to_wire(),
+            **{"finished": False, **fields},
         )
 
 
