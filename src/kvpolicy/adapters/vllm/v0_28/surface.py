@@ -62,7 +62,8 @@ SURFACE: tuple[PrivateName, ...] = (
         "vllm.v1.core.sched.scheduler",
         "Scheduler",
         "requests running waiting skipped_waiting num_waiting_for_streaming_input finished_req_ids kv_cache_manager "
-        "kv_cache_config vllm_config policy block_size hash_block_size max_model_len max_num_running_reqs",
+        "kv_cache_config vllm_config policy block_size hash_block_size max_model_len max_num_running_reqs "
+        "finished_req_ids_dict",
     ),
     # Request and its per-token arrays.
     *_attributes(
@@ -70,10 +71,12 @@ SURFACE: tuple[PrivateName, ...] = (
         "Request",
         "_all_token_ids _output_token_ids prompt_token_ids num_prompt_tokens num_computed_tokens num_in_flight_tokens "
         "block_hashes cache_salt sampling_params max_tokens arrival_time stop_reason prefill_stats resumable "
-        "streaming_queue client_index priority status num_preemptions",
+        "streaming_queue client_index priority status num_preemptions structured_output_request use_structured_output",
     ),
     *_methods("vllm.v1.request", "Request", update_block_hashes="self"),
     *_attributes("vllm.v1.request", "StreamingUpdate", "prompt_token_ids max_tokens arrival_time sampling_params"),
+    *_methods("vllm.v1.request", "StreamingUpdate", from_request="request"),
+    *_attributes("vllm.v1.structured_output.request", "StructuredOutputRequest", "grammar"),
     # KV-cache manager, its single table, and the block pool.
     *_attributes(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager", "coordinator block_pool enable_caching watermark_blocks"
@@ -174,6 +177,14 @@ SURFACE: tuple[PrivateName, ...] = (
         _run_output_handler="self",
     ),
     *_attributes("vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats input_processor"),
+    *_methods(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor",
+        process_inputs="self request_id prompt params supported_tasks arrival_time lora_request tokenization_kwargs "
+        "trace_headers priority data_parallel_rank resumable session_id",
+    ),
+    # Which data-parallel engine has a session.
+    *_attributes("vllm.v1.engine.core_client", "DPLBAsyncMPClient", "reqs_in_flight engine_inflight core_engines"),
     *_attributes("vllm.v1.metrics.loggers", "StatLoggerManager", "stat_loggers"),
     *_methods("vllm.v1.core.single_type_kv_cache_manager", "", register_all_kvcache_specs="vllm_config"),
     *_attributes("vllm.v1.kv_cache_interface", "KVCacheSpec", "page_size_bytes block_size"),
