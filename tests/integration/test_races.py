@@ -197,6 +197,9 @@ async def end_session(world: World, live: LiveSession, how: str) -> None:
     """End a session of the facade; a pending push is told, and closing always works."""
     async with asyncio.timeout(PATIENCE_S):
         if how == "abort":
+            # As in stock vLLM, an abort of what the engine has not been asked for yet does nothing.
+            while live.id not in {stream.request_id for stream in world.engine._streams.values()}:
+                await asyncio.sleep(0)
             await world.engine.abort(live.id)
             with pytest.raises((SessionFailedError, SessionClosedError)):
                 await (live.pending if live.pending is not None and not live.pending.done() else push(live))
