@@ -123,7 +123,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 async def come_true(holds: Callable[[], bool]) -> None:
     """Let the loop run until something holds."""
     async with asyncio.timeout(_PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 - what is waited for tells nobody
+        while not holds():
             await asyncio.sleep(0.001)
 
 

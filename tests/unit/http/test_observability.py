@@ -56,7 +56,7 @@ def test_the_metrics_follow_the_sessions() -> None:
             await server.push(first, "hi")
             server.engine.hold_pushes = asyncio.Event()
             pending = asyncio.create_task(server.push(second, "hi"))
-            while _value("open", state="pending") != 1:  # noqa: ASYNC110 - the gauge is what is tested
+            while _value("open", state="pending") != 1:
                 await asyncio.sleep(0)
             assert (await pending).status_code == 503
             await server.http.delete(first)
