@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 
 from kvpolicy.core.errors import PolicyUsageError
@@ -49,7 +50,7 @@ def sampling_params_from(
         try:
             # JSON has text for keys only.
             values[name] = msgspec.convert(value, _TYPES[name], str_keys=True)
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             reasons.append(f"sampling.{name}: {_lower_first(str(error))}")
             continue
         reasons += [f"sampling.{name}: {reason}" for reason in _number_errors(value)]
@@ -64,7 +65,7 @@ def sampling_params_from(
         raise PolicyUsageError(reasons)
     try:
         return SamplingParams(**values)
-    except ValueError as error:
+    except (ValueError, VLLMClientError) as error:
         raise PolicyUsageError(f"sampling: {error}") from error
 
 

@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.api_server import build_app, init_app_state, setup_
 from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.entrypoints.serve.utils.server_utils import get_uvicorn_log_config
+from vllm.exceptions import VLLMClientError
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -89,7 +90,7 @@ def parsed(arguments: Sequence[str], prog: str = "kvpolicy serve") -> tuple[Name
         reasons += error.reasons
     try:
         validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMClientError) as error:
         reasons.append(str(error))
     if reasons:
         raise PolicyUsageError(reasons)
@@ -134,7 +135,7 @@ def configuration(args: Namespace, options: ServeOptions) -> VllmConfig:
     except PolicyUsageError:
         raise
     # What vLLM itself says of a configuration that cannot be: a model that is not there, a flag that does not fit.
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, VLLMClientError) as error:
         raise PolicyUsageError(f"engine configuration: {error}") from error
 
 

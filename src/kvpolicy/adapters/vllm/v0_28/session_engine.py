@@ -11,6 +11,7 @@ from attrs import frozen
 
 from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
 from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
+from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
@@ -158,7 +159,10 @@ class SessionEngine:
             PolicyUsageError: every reason why there are no such parameters.
         """
         num_token_ids = int(self._engine.model_config.get_vocab_size())
-        return sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS, num_token_ids=num_token_ids)
+        params = sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS, num_token_ids=num_token_ids)
+        if reasons := sampling_errors(params):
+            raise PolicyUsageError(reasons)
+        return params
 
     def failure(self) -> str | None:
         """Return why the engine is dead; None while it lives."""
