@@ -14,6 +14,7 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from kvpolicy.adapters.http.port import ImageTurn
 from kvpolicy.adapters.vllm import AsyncLLM, endpoint_plugin
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
+from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 from tests.integration.test_async_llm import engine_options
@@ -202,12 +203,18 @@ def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyP
 def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM, runner: asyncio.Runner) -> None:
     from fastapi import FastAPI
 
-    async def use(engine: object) -> list[str]:
+    async def use(engine: object, *, is_ours: bool = False) -> list[str]:
         app, plugin = FastAPI(), endpoint_plugin()
         plugin.attach_router(app)
+        if is_ours:
+            setattr(app.state, PLUGIN_MARK, True)
         await plugin.init_state(engine, app.state, SimpleNamespace())
         return list(app.openapi()["paths"])
 
-    assert all(path.startswith("/v1/streaming/") for path in runner.run(use(started)))
+    paths = runner.run(use(started))
+    assert paths
+    assert all(path.startswith("/v1/streaming/") for path in paths)
+    # ``kvpolicy serve`` has its own flag for that.
+    assert runner.run(use(started, is_ours=True)) == []
     with pytest.raises(PolicyUsageError, match="kvpolicy serve MODEL --enable-streaming"):
         runner.run(use(object()))

@@ -14,7 +14,8 @@ from vllm.platforms import current_platform
 from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
 from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
-from kvpolicy.adapters.vllm.v0_28.server import configuration, model_errors, parsed, process_errors
+from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
 from kvpolicy.core.errors import EngineContractError, MissingExtraError, PolicyUsageError
 

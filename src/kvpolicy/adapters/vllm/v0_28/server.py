@@ -28,12 +28,13 @@ from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_o
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.engine_args import require_session_config, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Awaitable, Iterator, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from fastapi import FastAPI
     from vllm.config import VllmConfig
@@ -137,33 +138,6 @@ def configuration(args: Namespace, options: ServeOptions) -> VllmConfig:
     # What vLLM itself says of a configuration that cannot be: a model that is not there, a flag that does not fit.
     except (ValueError, OSError, NotImplementedError, VLLMClientError) as error:
         raise PolicyUsageError(f"engine configuration: {error}") from error
-
-
-def process_errors(args: Namespace) -> Iterator[str]:
-    """Yield why sessions and policies cannot run in the processes that the flags ask for."""
-    if (args.api_server_count or 1) != 1:
-        yield (
-            f"--api-server-count {args.api_server_count}: must be 1 (a session lives in the process that opened it; "
-            "start several servers behind a router instead)"
-        )
-    if args.headless:
-        yield "--headless: not supported (the server and its engine belong together)"
-    if args.grpc:
-        yield "--grpc: not supported (sessions and policies are served over HTTP)"
-    if args.data_parallel_multi_port_external_lb:
-        yield "--data-parallel-multi-port-external-lb: not supported; start one server for each port"
-    if envs.VLLM_USE_RUST_FRONTEND:
-        yield "VLLM_USE_RUST_FRONTEND: not supported; unset it"
-
-
-def model_errors(config: VllmConfig) -> Iterator[str]:
-    """Yield why a model cannot be served with what is ours, beyond what the engine's own guards say."""
-    model = config.model_config
-    if model.runner_type != "generate":
-        yield f"--model {model.model}: expected a model that generates text, got one for {model.runner_type}"
-    cache_gb = model.multimodal_config.mm_processor_cache_gb if model.is_multimodal_model else 0
-    if cache_gb:
-        yield f"--mm-processor-cache-gb {cache_gb}: must be 0 (what it has seen before comes without its data)"
 
 
 @define
