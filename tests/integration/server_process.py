@@ -84,6 +84,14 @@ class ServerProcess:
 @contextlib.contextmanager
 def running(log: Path, model: Path, *flags: str) -> Iterator[ServerProcess]:
     """Yield a server that answers, with a tiny engine; end it afterwards if it still runs."""
+    with starting(log, model, *flags) as server:
+        server.wait_until_up()
+        yield server
+
+
+@contextlib.contextmanager
+def starting(log: Path, model: Path, *flags: str) -> Iterator[ServerProcess]:
+    """Yield such a server as soon as there is a process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +106,6 @@ def running(log: Path, model: Path, *flags: str) -> Iterator[ServerProcess]:
         )
     server = ServerProcess(process, port, log)
     try:
-        server.wait_until_up()
         yield server
     finally:
         if process.poll() is None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
 from kvpolicy.core.errors import PolicyUsageError
-from tests.integration.server_process import COMMAND, ServerProcess, running
+from tests.integration.server_process import COMMAND, ServerProcess, running, starting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,6 +98,15 @@ def test_the_server_ends_with_an_error_when_its_engine_has_died(policy: ServerPr
     engine.kill()
     assert policy.wait_until_gone() == 1, policy.text()
     assert time.monotonic() - started_s < 20
+
+
+def test_a_signal_ends_a_server_that_is_still_starting(tiny_model: Path, tmp_path: Path) -> None:
+    with starting(tmp_path / "log", tiny_model, "--enable-streaming") as server:
+        while not any("EngineCore" in " ".join(child.cmdline()) for child in server.children()):
+            assert server.process.poll() is None, server.text()
+            time.sleep(0.05)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone() == 128 + signal.SIGTERM, server.text()
 
 
 def test_a_user_error_shows_all_reasons_and_loads_nothing(tiny_model: Path) -> None:

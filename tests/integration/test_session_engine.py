@@ -173,6 +173,20 @@ def test_a_hook_of_another_thread_waits_for_the_loop(runner: asyncio.Runner) -> 
     assert runner.run(use()) == ["stopped"]
 
 
+def test_a_hook_that_fails_does_not_keep_the_engine_alive(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use() -> None:
+        async def stop() -> None:
+            raise RuntimeError("stuck")
+
+        await asyncio.to_thread(awaited_from_elsewhere(stop))
+
+    runner.run(use())
+    assert "sessions.not_closed" in caplog.text
+    assert "stuck" in caplog.text
+
+
 def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the entry point promises; the entry point itself is in the metadata of an installed package."""
 

@@ -12,6 +12,7 @@ from attrs import frozen
 from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
 from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
+from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
@@ -178,7 +179,11 @@ def awaited_from_elsewhere(stop: Callable[[], Coroutine[Any, Any, None]]) -> Cal
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
     def hook() -> None:
-        if threading.get_ident() != thread:
+        if threading.get_ident() == thread:
+            return
+        try:
             asyncio.run_coroutine_threadsafe(stop(), loop).result(_STOP_S)
+        except Exception:  # noqa: BLE001 - the engine has to stop all the same
+            log_fault("sessions.not_closed")
 
     return hook
