@@ -42,10 +42,15 @@ class ServerProcess:
         self._seen.update(children)
         return children
 
-    def engine(self) -> psutil.Process:
-        """Return the process of the engine core."""
-        [engine] = [child for child in self.children() if "EngineCore" in " ".join(child.cmdline())]
-        return engine
+    def engines(self) -> list[psutil.Process]:
+        """Return the processes of engine cores: none before the server has come so far."""
+        found = []
+        for child in self.children():
+            # Some live for a moment only.
+            with contextlib.suppress(psutil.Error):
+                if "EngineCore" in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
 
     def wait_until_up(self) -> None:
         """Wait until it answers."""

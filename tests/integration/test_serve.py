@@ -93,7 +93,7 @@ def test_a_server_with_a_policy_only_has_no_session_route(policy: ServerProcess,
 
 
 def test_the_server_ends_with_an_error_when_its_engine_has_died(policy: ServerProcess) -> None:
-    engine = policy.engine()
+    [engine] = policy.engines()
     started_s = time.monotonic()
     engine.kill()
     assert policy.wait_until_gone() == 1, policy.text()
@@ -102,7 +102,7 @@ def test_the_server_ends_with_an_error_when_its_engine_has_died(policy: ServerPr
 
 def test_a_signal_ends_a_server_that_is_still_starting(tiny_model: Path, tmp_path: Path) -> None:
     with starting(tmp_path / "log", tiny_model, "--enable-streaming") as server:
-        while not any("EngineCore" in " ".join(child.cmdline()) for child in server.children()):
+        while not server.engines():
             assert server.process.poll() is None, server.text()
             time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
