@@ -202,6 +202,12 @@ def test_every_guard_is_documented() -> None:
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
 
 
+def test_every_guard_of_the_server_is_documented() -> None:
+    text = (ADAPTER / "server_guards.py").read_text(encoding="utf-8")
+    named = re.findall(r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]', text)
+    assert first_names(REFERENCE / "guards.md", "The server") == named
+
+
 def test_every_option_and_counter_of_policies_is_documented() -> None:
     page = REFERENCE / "kv-cache-policy.md"
     for section, policy in (("randkv", RandKV), ("sink_window", SinkWindow)):

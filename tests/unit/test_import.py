@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -77,6 +78,18 @@ def test_the_version_is_that_of_the_project() -> None:
     if not project.exists():
         pytest.skip("an installed package has no pyproject.toml beside it")
     assert tomllib.loads(project.read_text())["project"]["version"] == kvpolicy.__version__
+
+
+def test_the_only_entry_point_in_vllm_is_one_that_it_leaves_alone() -> None:
+    """VLLM loads endpoint plugins by name only (``VLLM_PLUGINS``), and everything else in every engine."""
+    project = PACKAGE.parents[1] / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("an installed package has no pyproject.toml beside it")
+    groups = tomllib.loads(project.read_text())["project"]["entry-points"]
+    assert list(groups) == ["vllm.endpoint_plugins"]
+    for value in groups["vllm.endpoint_plugins"].values():
+        module, _, name = value.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_package_is_typed() -> None:

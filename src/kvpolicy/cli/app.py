@@ -227,6 +227,26 @@ def plan(  # noqa: PLR0913 - one per option
             typer.echo(path)
 
 
+# Their arguments are vLLM's, so it is vLLM's parser that reads them.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=_PASSED_ON, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Serve a model over HTTP: vLLM's server, with policies and bounded sessions."""
+    from kvpolicy.cli.serve import run_serve
+
+    raise typer.Exit(run_serve(context.args))
+
+
+@app.command(context_settings=_PASSED_ON, add_help_option=False)
+def doctor(context: typer.Context) -> None:
+    """Say what this engine and model support, with every reason, before anything is loaded."""
+    from kvpolicy.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(context.args))
+
+
 @app.command()
 def model(
     cache: Annotated[

@@ -190,10 +190,26 @@ def _limit_errors(budget: RetentionBudget, limits: SessionLimits, total: int) ->
             f"(consolidation_threshold) x {limits.trained_range} (trained range), got {total}; "
             "lower the budget or raise the threshold"
         )
-    num_blocks = blocks_for(total, limits.block_size) + 1
+    num_blocks = most_blocks(budget, limits)
     if num_blocks > limits.num_pool_blocks:
         reasons.append(
             f"budget.total_tokens: {total} tokens need {num_blocks} blocks of {limits.block_size}, the "
             f"engine has {limits.num_pool_blocks}; lower the budget or give the engine more cache"
         )
     return reasons
+
+
+def most_blocks(budget: RetentionBudget | None, limits: SessionLimits) -> int:
+    """Return the most blocks that a session can ever hold: of its (resolved) budget, or of the context limit.
+
+    >>> limits = SessionLimits(block_size=16, context_limit=2048, trained_range=2048, num_pool_blocks=200)
+    >>> most_blocks(RetentionBudget(total_tokens=1030), limits), most_blocks(None, limits)
+    (66, 128)
+
+    Raises:
+        PolicyUsageError: the budget is not resolved.
+    """
+    if budget is None:
+        return blocks_for(limits.context_limit, limits.block_size)
+    # One more than the tokens fill: an eviction cuts at whole blocks only.
+    return blocks_for(budget.require_total(), limits.block_size) + 1

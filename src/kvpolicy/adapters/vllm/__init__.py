@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.llm import LLM as LLM
     from kvpolicy.adapters.vllm.v0_28.session import Session as Session
 
-__all__ = ["LLM", "AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package"]
+__all__ = ["LLM", "AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package", "endpoint_plugin"]
 
 # Release (first two numbers) -> the package written and tested for it.
 _ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
@@ -46,6 +46,11 @@ def adapter_package(version: str | None = None) -> str:
         message = f"vllm.__version__: expected one of {known}, got {version!r}; install a supported vLLM"
         raise UnsupportedEngineError(message)
     return _ADAPTERS[release]
+
+
+def endpoint_plugin() -> Any:
+    """Return the plugin that adds routes for sessions to a vLLM server (group ``vllm.endpoint_plugins``)."""
+    return importlib.import_module(f"{adapter_package()}.endpoint_plugin").SessionEndpoints()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
 from types import MappingProxyType
@@ -54,6 +54,9 @@ class AsyncLLM(StockAsyncLLM):
     Takes every argument of the stock engine (``AsyncEngineArgs`` and ``AsyncLLM``). Requests that are not sessions
     have the policy, or behave as on the stock engine where there is none.
     """
+
+    # Of the class, because vLLM calls ``shutdown`` also where ``__init__`` has raised.
+    _before_shutdown: Callable[[], None] | None = None
 
     def __init__(  # noqa: PLR0913 - one keyword for each option of ours
         self,
@@ -118,6 +121,17 @@ class AsyncLLM(StockAsyncLLM):
     def compaction_totals(self) -> CompactionTotals:
         """Engine-wide counters, as of the last output."""
         return self._counters.totals
+
+    def call_before_shutdown(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` once when the engine is told to stop, in whatever thread that happens."""
+        self._before_shutdown = hook
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine."""
+        hook, self._before_shutdown = self._before_shutdown, None
+        if hook is not None:
+            hook()
+        super().shutdown(timeout)
 
     def open_session(
         self,

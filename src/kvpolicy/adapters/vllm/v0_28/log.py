@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -27,10 +28,17 @@ def _logger() -> Any:
         processors=[
             structlog.stdlib.filter_by_level,
             structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["event", "request_id"]),
+            _renderer(),
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
     )
+
+
+def _renderer() -> Any:
+    """Return what makes a line: for people where standard error is a terminal, a JSON object elsewhere."""
+    if sys.stderr.isatty():
+        return structlog.processors.KeyValueRenderer(key_order=["event", "request_id"])
+    return structlog.processors.JSONRenderer()
 
 
 class LoggedEvents:
@@ -48,3 +56,17 @@ class LoggedEvents:
 def log_fault(name: str, **fields: object) -> None:
     """Write the exception that is being handled, with its traceback."""
     _logger().exception(name, **{"request_id": None, **fields})
+
+
+def write_to_stderr(level: int = logging.INFO) -> None:
+    """Let everything that kvpolicy logs in this process be written. For the start of a program of ours.
+
+    A library leaves that to the program that uses it.
+    """
+    logger = logging.getLogger("kvpolicy")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False

@@ -175,8 +175,9 @@ SURFACE: tuple[PrivateName, ...] = (
         _add_streaming_input_request="self request_id input_stream sampling_params arrival_time lora_request "
         "tokenization_kwargs trace_headers priority data_parallel_rank session_id",
         _run_output_handler="self",
+        shutdown="self timeout",
     ),
-    *_attributes("vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats input_processor"),
+    *_attributes("vllm.v1.engine.async_llm", "AsyncLLM", "output_processor renderer log_stats input_processor errored"),
     *_methods(
         "vllm.v1.engine.input_processor",
         "InputProcessor",
@@ -228,6 +229,25 @@ SURFACE: tuple[PrivateName, ...] = (
         from_new_request="tokenizer request prompt parent_req request_index queue log_stats stream_interval",
     ),
     *_attributes("vllm.v1.engine.output_processor", "RequestState", "streaming_input input_chunk_queue queue"),
+    # The server: the steps from its parser to its HTTP loop.
+    *_methods("vllm.entrypoints.openai.cli_args", "", make_arg_parser="parser", validate_parsed_serve_args="args"),
+    *_methods("vllm.entrypoints.serve.utils.api_utils", "", cli_env_setup=""),
+    *_methods("vllm.entrypoints.serve.utils.server_utils", "", get_uvicorn_log_config="args"),
+    *_methods("vllm.entrypoints.cli.serve", "ServeSubcommand", cmd="args"),
+    *_methods(
+        "vllm.entrypoints.openai.api_server",
+        "",
+        setup_server="args reuse_port",
+        build_app="args supported_tasks model_config",
+        init_app_state="engine_client state args supported_tasks",
+    ),
+    *_methods("vllm.entrypoints.launcher", "", serve_http="app sock enable_ssl_refresh uvicorn_kwargs"),
+    *_methods(
+        "vllm.plugins.endpoint_plugins.interface",
+        "EndpointPlugin",
+        attach_router="self app",
+        init_state="self engine_client state args",
+    ),
 )
 
 

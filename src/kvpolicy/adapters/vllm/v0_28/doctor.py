@@ -1,0 +1,188 @@
+"""What this vLLM, its platform and a model support, found out from configurations and a tiny tensor only."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+from attrs import define, field
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
+from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
+from kvpolicy.core.errors import EngineContractError, MissingExtraError, PolicyUsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Sequence
+
+    from vllm.config import VllmConfig
+
+    from kvpolicy.adapters.vllm.serve_options import ServeOptions
+
+_FOR_SESSIONS = ("fastapi", "pydantic", "PIL")
+# What is probed where no model says anything else: vLLM's block size on a CPU, and common values.
+_BLOCK_SIZE, _HEAD_SIZE, _DTYPE = 128, 64, torch.bfloat16
+
+
+@define
+class _Findings:
+    """What has been found so far."""
+
+    facts: list[Fact] = field(factory=list)
+    sessions: list[str] = field(factory=list)
+    policies: list[str] = field(factory=list)
+
+    def both(self, *reasons: str) -> None:
+        """Add reasons against sessions and policies alike."""
+        self.sessions += reasons
+        self.policies += reasons
+
+
+def diagnose(arguments: Sequence[str]) -> Diagnosis:
+    """Return what works here, for a server with these arguments (of ``kvpolicy serve``; the model may be missing).
+
+    What is asked for is what the arguments turn on: sessions, a policy; both, if they turn on neither.
+
+    Raises:
+        PolicyUsageError: a combination of flags that no server can have.
+        SystemExit: by vLLM's parser: there is no such flag.
+    """
+    args, options = parsed(arguments, prog="kvpolicy doctor")
+    found = _Findings()
+    _look_at_engine(found)
+    config = _look_at_configuration(found, args, options)
+    _look_at_layout(found, config)
+    found.both(*process_errors(args))
+    found.sessions += [
+        str(MissingExtraError(extra="server", module=module)) for module in _FOR_SESSIONS if find_spec(module) is None
+    ]
+    policy = options.kv_cache_policy
+    return Diagnosis(
+        facts=tuple(found.facts),
+        verdicts=(
+            Verdict(
+                name="A: bounded sessions (--enable-streaming)",
+                is_asked_for=options.enable_streaming or options.is_stock,
+                reasons=tuple(dict.fromkeys(found.sessions)),
+            ),
+            Verdict(
+                name=f"B: policies (--kv-cache-policy {policy or 'NAME'})",
+                is_asked_for=policy is not None or options.is_stock,
+                reasons=tuple(dict.fromkeys(found.policies)),
+            ),
+        ),
+    )
+
+
+def _look_at_engine(found: _Findings) -> None:
+    errors = surface_errors()
+    found.both(*errors)
+    found.facts += [
+        Fact("vLLM", f"{vllm.__version__}, adapter {__name__.rpartition('.')[0]}"),
+        Fact("platform", f"{current_platform.device_type}, torch {torch.__version__}"),
+        Fact(
+            "private names of vLLM",
+            f"{len(SURFACE) - len(errors)} of {len(SURFACE)} are as this adapter needs them",
+            not errors,
+        ),
+    ]
+
+
+def _look_at_configuration(found: _Findings, args: Namespace, options: ServeOptions) -> VllmConfig | None:
+    """Note what an engine configuration says; return it, or None where there is none."""
+    if args.model_tag is None and args.model == AsyncEngineArgs.model:
+        found.facts.append(Fact("model", "none given; name one to have it checked"))
+        return None
+    try:
+        config = configuration(args, options)
+    except PolicyUsageError as error:
+        found.both(*error.reasons)
+        found.facts.append(Fact("engine configuration", "there can be none", is_good=False))
+        return None
+    try:
+        EngineOptions.from_config(config)
+    except PolicyUsageError as error:
+        for reason in error.reasons:
+            (found.sessions if reason.startswith("max_sessions") else found.policies).append(reason)
+    found.sessions += config_errors(config)
+    found.policies += compaction_errors(config)
+    found.both(*_attention_errors(config), *model_errors(config))
+    found.facts += _configuration_facts(config)
+    return config
+
+
+def _configuration_facts(config: VllmConfig) -> Iterator[Fact]:
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    yield Fact(
+        "model",
+        f"{model.model}: {', '.join(model.architectures)}; {model.get_num_layers(config.parallel_config)} layers, "
+        f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}, "
+        f"{str(model.dtype).removeprefix('torch.')}",
+    )
+    yield Fact(
+        "lengths",
+        f"trained range {EngineOptions.trained_range(config)}, context limit {model.max_model_len}, "
+        f"blocks of {cache.block_size}",
+    )
+    yield Fact("model runner", "V2" if config.use_v2_model_runner else "V1", not config.use_v2_model_runner)
+    backend = config.attention_config.backend
+    unset = "CPU_ATTN" if current_platform.is_cpu() else "chosen when the engine starts"
+    yield Fact("attention backend", unset if backend is None else backend.name)
+    yield Fact(
+        "scheduling",
+        f"at most {scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} tokens a step; "
+        f"async scheduling {'on' if scheduler.async_scheduling else 'off'}, "
+        f"chunked prefill {'on' if scheduler.enable_chunked_prefill else 'off'}",
+    )
+    # A session takes text for now, whatever its model takes.
+    yield Fact("images in sessions", "no")
+
+
+def _attention_errors(config: VllmConfig) -> Iterator[str]:
+    """Yield why the model's layers cannot do, as far as its configuration says.
+
+    The engine looks at the layers themselves when it starts (``guards.cache_errors``).
+    """
+    model = config.model_config
+    text = model.hf_text_config
+    wrong = {
+        "a hybrid model": model.is_hybrid,
+        "no attention": model.is_attention_free,
+        "multi-head latent attention": model.use_mla,
+        "an encoder and a decoder": model.is_encoder_decoder,
+        f"a sliding window of {model.get_sliding_window()}": model.get_sliding_window() is not None,
+        "layers of several kinds": len(set(getattr(text, "layer_types", None) or ())) > 1,
+        "attention in chunks": getattr(text, "attention_chunk_size", None) is not None,
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            yield f"--model {model.model}: full causal attention is needed in every layer, got {what}"
+
+
+def _look_at_layout(found: _Findings, config: VllmConfig | None) -> None:
+    """Note how the KV cache is laid out: policies move its cells."""
+    if not current_platform.is_cpu():
+        found.facts.append(Fact("KV layout", "strided; compared with the cache itself when the engine starts"))
+        return
+    from kvpolicy.adapters.vllm.v0_28.layout_probe import probe_cpu_layout
+
+    dtype, block_size, head_size = _DTYPE, _BLOCK_SIZE, _HEAD_SIZE
+    if config is not None:
+        dtype, head_size = config.model_config.dtype, config.model_config.get_head_size()
+        block_size = config.cache_config.block_size
+    what = f"{str(dtype).removeprefix('torch.')}, blocks of {block_size}, heads of {head_size}"
+    try:
+        probe_cpu_layout(dtype=dtype, block_size=block_size, head_size=head_size)
+    except EngineContractError as error:
+        found.policies.append(str(error))
+        found.facts.append(Fact("KV layout", f"{what}: not understood", is_good=False))
+    else:
+        found.facts.append(Fact("KV layout", f"{what}: found out by writing, and verified"))

@@ -1,0 +1,237 @@
+"""The server: vLLM's own OpenAI-compatible one, with our engine in it and, when asked for, routes for sessions.
+
+vLLM's ``serve`` command makes a stock engine and no other, so the few steps from its parser to its HTTP loop are
+taken here. Nothing of ours is in the way of a server that asks for nothing of ours.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from attrs import define, field
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launcher import serve_http
+from vllm.entrypoints.openai.api_server import build_app, init_app_state, setup_server
+from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.entrypoints.serve.utils.server_utils import get_uvicorn_log_config
+from vllm.exceptions import VLLMClientError
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
+from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
+from kvpolicy.adapters.vllm.v0_28.engine_args import require_session_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
+from kvpolicy.core.errors import PolicyUsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Awaitable, Sequence
+
+    from fastapi import FastAPI
+    from vllm.config import VllmConfig
+
+    from kvpolicy.adapters.http.frontend import SessionFrontend
+
+PLUGIN_MARK = "kvpolicy_composed"
+"""Name in the state of an app that has been composed here: the endpoint plugin leaves it alone."""
+
+DIED = 1
+# How long the end of the process waits for answers under way.
+_DRAIN_S = 5
+_CONTEXT = UsageContext.OPENAI_API_SERVER
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Serve until told to stop; return the exit status: 0 when told to, 1 when the engine has died.
+
+    Args:
+        arguments: of the command line: a model, vLLM's flags and ours.
+
+    Raises:
+        PolicyUsageError: every reason why there can be no such server, before a model is loaded.
+        SystemExit: by vLLM's parser: help was asked for, or there is no such flag.
+    """
+    # As vLLM's own command does first.
+    cli_env_setup()
+    args, options = parsed(arguments)
+    if options.is_stock:
+        ServeSubcommand.cmd(args)
+        return 0
+    config = server_config(args, options)
+    write_to_stderr()
+    return int(uvloop.run(_Server(args, options, config).run()))
+
+
+def parsed(arguments: Sequence[str], prog: str = "kvpolicy serve") -> tuple[Namespace, ServeOptions]:
+    """Return what the command line says: to vLLM, and to us.
+
+    Raises:
+        PolicyUsageError: every combination of flags that cannot be.
+        SystemExit: by vLLM's parser.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(prog=prog, usage=f"{prog} MODEL [options]"))
+    add_flags(parser)
+    args = parser.parse_args(list(arguments))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    reasons: list[str] = []
+    options = ServeOptions()
+    try:
+        options = take_options(args)
+    except PolicyUsageError as error:
+        reasons += error.reasons
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError, VLLMClientError) as error:
+        reasons.append(str(error))
+    if reasons:
+        raise PolicyUsageError(reasons)
+    return args, options
+
+
+def server_config(args: Namespace, options: ServeOptions) -> VllmConfig:
+    """Return the engine's configuration, checked; no model is loaded.
+
+    Raises:
+        PolicyUsageError: every reason why there can be no such server.
+    """
+    reasons = list(process_errors(args))
+    try:
+        config = configuration(args, options)
+    except PolicyUsageError as error:
+        raise PolicyUsageError([*reasons, *error.reasons]) from None
+    reasons += model_errors(config)
+    try:
+        require_session_config(config)
+    except PolicyUsageError as error:
+        reasons += error.reasons
+    if reasons:
+        raise PolicyUsageError(dict.fromkeys(reasons))
+    return config
+
+
+def configuration(args: Namespace, options: ServeOptions) -> VllmConfig:
+    """Return the engine's configuration as the flags ask for it; its guards are another matter.
+
+    Raises:
+        PolicyUsageError: every reason why there is none.
+    """
+    if args.mm_processor_cache_gb == AsyncEngineArgs.mm_processor_cache_gb:
+        # Nobody asked for it, and an item that it knows comes without the data that an evicted one needs.
+        args.mm_processor_cache_gb = 0
+    try:
+        stock = AsyncEngineArgs.from_cli_args(args)
+        given = {field.name: getattr(stock, field.name) for field in fields(stock)}
+        ours = session_engine_args(given, max_sessions=options.max_sessions, kv_cache_policy=options.kv_cache_policy)
+        return ours.create_engine_config(_CONTEXT)
+    except PolicyUsageError:
+        raise
+    # What vLLM itself says of a configuration that cannot be: a model that is not there, a flag that does not fit.
+    except (ValueError, OSError, NotImplementedError, VLLMClientError) as error:
+        raise PolicyUsageError(f"engine configuration: {error}") from error
+
+
+@define
+class _Server:
+    """One server process."""
+
+    args: Namespace
+    options: ServeOptions
+    config: VllmConfig
+    was_told_to_stop: bool = field(default=False, init=False)
+    frontend: SessionFrontend | None = field(default=None, init=False)
+
+    async def run(self) -> int:
+        """Start the engine, serve, stop it; return the exit status."""
+        # Until the HTTP loop has its own handlers: an engine that is starting is given up.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _give_up)
+        # The port first, as vLLM does: who cannot have it need not wait for a model.
+        _, sock = setup_server(self.args, reuse_port=False)
+        try:
+            engine = AsyncLLM(
+                vllm_config=self.config,
+                usage_context=_CONTEXT,
+                log_requests=self.args.enable_log_requests,
+                aggregate_engine_logging=self.args.aggregate_engine_logging,
+                log_stats=not self.args.disable_log_stats,
+            )
+            try:
+                closing = await self._serve(engine, sock)
+                died = not self.was_told_to_stop
+                await self._stop_sessions()
+            finally:
+                engine.shutdown(timeout=self.config.shutdown_timeout)
+            await closing
+        finally:
+            sock.close()
+        return DIED if died else 0
+
+    async def _serve(self, engine: AsyncLLM, sock: Any) -> Awaitable[None]:
+        """Serve until the server ends; return what vLLM wants to be awaited when the engine is gone."""
+        # What the engine starts with need not stay in memory.
+        await engine.reset_mm_cache()
+        app = await self._app(engine)
+        stop_sessions = awaited_from_elsewhere(self._stop_sessions)
+
+        def told_to_stop() -> None:
+            self.was_told_to_stop = True
+            stop_sessions()
+
+        engine.call_before_shutdown(told_to_stop)
+        args, log_config = self.args, get_uvicorn_log_config(self.args)
+        closing: Awaitable[None] = await serve_http(
+            app,
+            sock=sock,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_graceful_shutdown=_DRAIN_S,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+            **({} if log_config is None else {"log_config": log_config}),
+        )
+        return closing
+
+    async def _app(self, engine: AsyncLLM) -> FastAPI:
+        """Return vLLM's application, with routes for sessions if they were asked for."""
+        tasks = await engine.get_supported_tasks()
+        app: FastAPI = build_app(self.args, tasks, engine.model_config)
+        setattr(app.state, PLUGIN_MARK, True)
+        if self.options.enable_streaming:
+            from kvpolicy.adapters.http.frontend import SessionFrontend
+
+            self.frontend = SessionFrontend(self.options.settings)
+            self.frontend.attach(app)
+        await init_app_state(engine, app.state, self.args, tasks)
+        if self.frontend is not None:
+            self.frontend.start(SessionEngine(engine))
+        return app
+
+    async def _stop_sessions(self) -> None:
+        """Close every session. Calling it again does nothing."""
+        frontend, self.frontend = self.frontend, None
+        if frontend is not None:
+            await frontend.stop()
+
+
+def _give_up(number: int, _frame: object) -> None:
+    # Not KeyboardInterrupt: vLLM drops one that comes while it shakes hands with its engine, and then waits for ever.
+    raise SystemExit(128 + number)

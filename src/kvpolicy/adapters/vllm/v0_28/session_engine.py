@@ -1,0 +1,189 @@
+"""Our AsyncLLM as the HTTP frontend's engine: mappings in, replies out, mistakes found before anything is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
+from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
+from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
+from kvpolicy.adapters.vllm.v0_28.log import log_fault
+from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
+from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors, most_blocks
+from kvpolicy.core.errors import PolicyUsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from vllm.sampling_params import SamplingParams
+
+    from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
+    from kvpolicy.adapters.vllm.v0_28.session import Session
+    from kvpolicy.core.replies import Reply, SessionStats
+
+# How long the end of an engine waits for sessions to be closed.
+_STOP_S = 20
+_SAMPLING_DEFAULTS: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "max_tokens": DEFAULT_REPLY_TOKENS})
+
+
+@frozen(kw_only=True)
+class OpenSession:
+    """One session. Satisfies ``adapters.http.port.SessionPort``."""
+
+    max_blocks: int
+    _session: Session
+    _engine: SessionEngine
+
+    async def push(
+        self,
+        turn: str | ImageTurn,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Feed one chunk and return its reply."""
+        if isinstance(turn, ImageTurn):
+            raise PolicyUsageError(f"turn: {self._engine.facts().model} takes text only, got an image")
+        params = None if sampling is None else self._engine.sampling_params(sampling)
+        return await self._session.push(turn, sampling_params=params, on_text=on_text)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every further push would raise."""
+        return self._session.has_ended
+
+    def stats(self) -> SessionStats:
+        """Return its counts as of the last reply."""
+        return self._session.stats()
+
+    async def close(self) -> None:
+        """End it and wait until the engine has let go of it."""
+        await self._session.close()
+
+
+class SessionEngine:
+    """A started engine. Satisfies ``adapters.http.port.EnginePort``."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        """Read the facts off the engine: they do not change."""
+        self._engine = engine
+        config = engine.vllm_config
+        # vLLM adds up the blocks of its data-parallel engines, and each keeps one (the null block) for itself.
+        num_engines = config.parallel_config.data_parallel_size
+        num_pool_blocks = int(config.cache_config.num_gpu_blocks) - num_engines
+        options = EngineOptions.from_config(config)
+        self._limits = SessionLimits(
+            block_size=int(config.cache_config.block_size),
+            context_limit=int(config.model_config.max_model_len),
+            trained_range=options.trained_range(config),
+            num_pool_blocks=num_pool_blocks // num_engines,
+        )
+        self._facts = EngineFacts(
+            model=str(config.model_config.served_model_name),
+            block_size=self._limits.block_size,
+            context_limit=self._limits.context_limit,
+            trained_range=self._limits.trained_range,
+            num_pool_blocks=num_pool_blocks,
+            max_sessions=options.max_sessions or int(config.scheduler_config.max_num_seqs) - 1,
+            takes_images=False,
+        )
+
+    def facts(self) -> EngineFacts:
+        """Return what the engine offers."""
+        return self._facts
+
+    def open_session(
+        self,
+        *,
+        system_prompt: str | None,
+        retention: Mapping[str, Any] | None,
+        sampling: Mapping[str, Any],
+        priority: int,
+    ) -> OpenSession:
+        """Return a session whose budget this engine can serve.
+
+        Raises:
+            PolicyUsageError: every reason why such a session cannot be.
+        """
+        reasons: list[str] = []
+        budget = None
+        max_tokens = DEFAULT_REPLY_TOKENS
+        params = None
+        try:
+            params = self.sampling_params(sampling)
+            max_tokens = params.max_tokens
+        except PolicyUsageError as error:
+            reasons += error.reasons
+        try:
+            budget = self._budget(system_prompt, retention, max_tokens)
+        except PolicyUsageError as error:
+            reasons += error.reasons
+        if reasons:
+            raise PolicyUsageError(dict.fromkeys(reasons))
+        session = self._engine.open_session(
+            system_prompt=system_prompt,
+            retention=None if budget is None else budget.to_mapping(),
+            sampling_params=params,
+            priority=priority,
+        )
+        return OpenSession(max_blocks=most_blocks(budget, self._limits), session=session, engine=self)
+
+    def _budget(
+        self, system_prompt: str | None, retention: Mapping[str, Any] | None, max_tokens: int | None
+    ) -> RetentionBudget | None:
+        """Return the budget that a session would have, with its total; None without retention.
+
+        Raises:
+            PolicyUsageError: every reason why the engine cannot serve it.
+        """
+        if retention is None:
+            return None
+        budget = RetentionBudget.from_mapping(retention).resolved(self._limits, max_tokens)
+        # The shortest turn there is: what is too long even so can be said now.
+        first_chunk = len(TurnEncoder(self._engine.renderer.tokenizer, system_prompt).encode("-"))
+        reasons = admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
+        if reasons:
+            raise PolicyUsageError(reasons)
+        return budget
+
+    def sampling_params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """Return vLLM's parameters; what is left out: greedy, at most 24 tokens.
+
+        Raises:
+            PolicyUsageError: every reason why there are no such parameters.
+        """
+        num_token_ids = int(self._engine.model_config.get_vocab_size())
+        params = sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS, num_token_ids=num_token_ids)
+        if reasons := sampling_errors(params):
+            raise PolicyUsageError(reasons)
+        return params
+
+    def failure(self) -> str | None:
+        """Return why the engine is dead; None while it lives."""
+        return "the engine process has ended; its log says why" if self._engine.errored else None
+
+
+def awaited_from_elsewhere(stop: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Return a hook for ``AsyncLLM.call_before_shutdown`` that runs ``stop`` in the loop that is running now.
+
+    On a signal vLLM stops its engine in a thread of the pool, before it stops to serve, and that thread waits until
+    the sessions are closed. Called in the loop's own thread the hook does nothing: it would wait for itself.
+    """
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def hook() -> None:
+        if threading.get_ident() == thread:
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(stop(), loop).result(_STOP_S)
+        except Exception:  # noqa: BLE001 - the engine has to stop all the same
+            log_fault("sessions.not_closed")
+
+    return hook

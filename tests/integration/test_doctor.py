@@ -1,0 +1,97 @@
+"""``kvpolicy doctor`` on the real engine's configurations; no engine is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpolicy.adapters.vllm.v0_28 import doctor
+from kvpolicy.core.errors import EngineContractError
+from tests.integration.server_process import COMMAND
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpolicy.adapters.vllm.diagnosis import Diagnosis
+
+USUAL = ("--max-model-len", "512")
+
+
+def reasons(diagnosis: Diagnosis) -> tuple[str, str]:
+    sessions, policies = ("\n".join(verdict.reasons) for verdict in diagnosis.verdicts)
+    return sessions, policies
+
+
+def changed(model: Path, folder: Path, **changes: Any) -> str:
+    """Return a copy of a model's configuration (no weights) that says something else."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | changes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    return str(folder)
+
+
+def test_the_command_says_what_works(tiny_model: Path) -> None:
+    done = subprocess.run(  # noqa: S603 - ours
+        [*COMMAND, "doctor", str(tiny_model), *USUAL, "--max-num-seqs", "1", "--kv-cache-policy", "randkv"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "150"},
+    )
+    # Sessions would not work, but it is the policy that was asked for.
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("0.28.0", "cpu", "LlamaForCausalLM", "CPU_ATTN", "V1", "verified", "--max-num-seqs 1"):
+        assert part in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_model_the_engine_alone_is_looked_at() -> None:
+    diagnosis = doctor.diagnose(())
+    assert diagnosis.is_good
+    assert reasons(diagnosis) == ("", "")
+    assert "none given" in {fact.name: fact.found for fact in diagnosis.facts}["model"]
+
+
+def test_every_reason_comes_at_once_and_to_whom_it_belongs(tiny_model: Path) -> None:
+    flags = "--max-num-seqs 1 --api-server-count 2 --enable-streaming --max-sessions 5 --kv-cache-policy nonsense"
+    diagnosis = doctor.diagnose((str(tiny_model), *USUAL, *flags.split(), "--kv-cache-dtype", "fp8"))
+    sessions, policies = reasons(diagnosis)
+    assert not diagnosis.is_good
+    assert all(part in sessions for part in ("--max-num-seqs 1", "--api-server-count 2", "max_sessions"))
+    assert all(part in policies for part in ("nonsense", "--api-server-count 2", "--kv-cache-dtype fp8"))
+    assert "nonsense" not in sessions
+    assert "max_sessions" not in policies
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding window"),
+        ({"architectures": ["NoSuchModel"]}, "engine configuration"),
+    ],
+    ids=["sliding window", "unknown architecture"],
+)
+def test_models_that_cannot_be(tiny_model: Path, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    diagnosis = doctor.diagnose((changed(tiny_model, tmp_path / "model", **changes), *USUAL))
+    assert not diagnosis.is_good
+    assert all(reason in text for text in reasons(diagnosis)), diagnosis
+
+
+def test_a_layout_that_is_not_understood_is_a_reason_against_policies_only(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise EngineContractError("expected one packing, got another")
+
+    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.layout_probe.probe_cpu_layout", refuse)
+    assert doctor.diagnose((str(tiny_model), *USUAL, "--enable-streaming")).is_good
+    diagnosis = doctor.diagnose((str(tiny_model), *USUAL))
+    assert not diagnosis.is_good
+    assert reasons(diagnosis) == ("", "expected one packing, got another")

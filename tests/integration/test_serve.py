@@ -1,0 +1,150 @@
+"""``kvpolicy serve`` as it is run: the real server process on a loopback port, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
+from kvpolicy.core.errors import PolicyUsageError
+from tests.integration.server_process import COMMAND, ServerProcess, running, starting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+POLICY = '{"type": "randkv", "budget": 64, "buffer_size": 16}'
+ROUTES = "/v1/streaming/"
+
+
+@pytest.fixture(scope="module")
+def streaming(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("streaming") / "log"
+    with running(log, tiny_model, "--enable-streaming", "--api-key", "secret") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("policy") / "log"
+    with running(log, tiny_model, "--kv-cache-policy", POLICY) as server:
+        yield server
+
+
+def client(server: ServerProcess) -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"Authorization": "Bearer secret"}, timeout=60)
+
+
+def paths(server: ServerProcess) -> list[str]:
+    with client(server) as http:
+        return list(http.get("/openapi.json").json()["paths"])
+
+
+def completion(server: ServerProcess, model: Path, num_tokens: int = 5) -> dict[str, Any]:
+    body = {"model": str(model), "prompt": [5] * 40, "max_tokens": num_tokens, "ignore_eos": True}
+    with client(server) as http:
+        answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    value: dict[str, Any] = answer.json()
+    return value
+
+
+# The order counts: the last test of each server ends it.
+
+
+def test_a_server_with_sessions_is_vllms_own_with_more_routes(streaming: ServerProcess, tiny_model: Path) -> None:
+    with client(streaming) as http:
+        assert http.get("/health").status_code == httpx.codes.OK
+        [model] = http.get("/v1/models").json()["data"]
+    assert model["id"] == str(tiny_model)
+    assert model["max_model_len"] == 512
+    assert completion(streaming, tiny_model)["usage"]["completion_tokens"] == 5
+    assert any(path.startswith(ROUTES) for path in paths(streaming))
+
+
+def test_the_api_key_covers_the_session_routes(streaming: ServerProcess) -> None:
+    for path in ("/v1/models", ROUTES + "sessions"):
+        assert httpx.post(streaming.url + path).status_code == httpx.codes.UNAUTHORIZED
+
+
+def test_a_signal_ends_it_cleanly(streaming: ServerProcess) -> None:
+    streaming.children()
+    streaming.process.send_signal(signal.SIGTERM)
+    assert streaming.wait_until_gone() == 0, streaming.text()
+
+
+def test_a_server_with_a_policy_only_has_no_session_route(policy: ServerProcess, tiny_model: Path) -> None:
+    assert not any(path.startswith(ROUTES) for path in paths(policy))
+    with client(policy) as http:
+        for method in ("GET", "POST", "DELETE"):
+            assert http.request(method, ROUTES + "sessions").status_code == httpx.codes.NOT_FOUND
+    assert completion(policy, tiny_model, 200)["usage"]["completion_tokens"] == 200
+    with client(policy) as http:
+        metrics = http.get("/metrics").text
+    events = [line for line in metrics.splitlines() if line.startswith("kvpolicy:compaction_events_total{")]
+    assert len(events) == 1
+    assert float(events[0].rpartition(" ")[2]) > 5
+
+
+def test_the_server_ends_with_an_error_when_its_engine_has_died(policy: ServerProcess) -> None:
+    [engine] = policy.engines()
+    started_s = time.monotonic()
+    engine.kill()
+    assert policy.wait_until_gone() == 1, policy.text()
+    assert time.monotonic() - started_s < 20
+
+
+def test_a_signal_ends_a_server_that_is_still_starting(tiny_model: Path, tmp_path: Path) -> None:
+    with starting(tmp_path / "log", tiny_model, "--enable-streaming") as server:
+        while not server.engines():
+            assert server.process.poll() is None, server.text()
+            time.sleep(0.05)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone() == 128 + signal.SIGTERM, server.text()
+
+
+def test_a_user_error_shows_all_reasons_and_loads_nothing(tiny_model: Path) -> None:
+    flags = "--api-server-count 2 --max-num-seqs 1 --kv-cache-policy nonsense --enable-streaming --max-model-len 512"
+    command = [*COMMAND, "serve", str(tiny_model), *flags.split()]
+    done = subprocess.run(  # noqa: S603 - ours
+        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ}
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    for what in ("--api-server-count 2", "--max-num-seqs 1", "nonsense"):
+        assert what in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Loading" not in done.stdout
+
+
+def refused(*flags: str) -> str:
+    with pytest.raises(PolicyUsageError) as caught:
+        server_config(*parsed(flags))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--api-server-count 3",
+        "--headless",
+        "--grpc",
+        "--pipeline-parallel-size 2",
+        "--data-parallel-size 2",
+        "--async-scheduling",
+        "--max-sessions 9",
+    ],
+)
+def test_each_guard_names_its_flag(tiny_model: Path, flags: str) -> None:
+    usual = "--enable-streaming --max-model-len 512 --max-num-seqs 8"
+    said = refused(str(tiny_model), *usual.split(), *flags.split())
+    assert flags.split(maxsplit=1)[0].removeprefix("--").replace("-", "_") in said.replace("-", "_")
+
+
+def test_a_model_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
+    assert "nowhere" in refused(str(tmp_path / "nowhere"), "--enable-streaming")

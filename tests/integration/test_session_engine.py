@@ -1,0 +1,234 @@
+"""Our engine behind the HTTP frontend's port, and the endpoint plugin of vLLM that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.plugins import ENDPOINT_PLUGINS_GROUP, load_endpoint_plugins
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+from kvpolicy.adapters.http.port import ImageTurn
+from kvpolicy.adapters.vllm import AsyncLLM, endpoint_plugin
+from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
+from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
+from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
+from tests.integration.test_async_llm import engine_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvpolicy.adapters.vllm.v0_28.session_engine import OpenSession
+
+WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
+NUM_TOKEN_IDS = 320
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def started(runner: asyncio.Runner, tiny_model: Path) -> Iterator[AsyncLLM]:
+    async def start() -> AsyncLLM:
+        return AsyncLLM(**engine_options(tiny_model))
+
+    engine = runner.run(start())
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(started: AsyncLLM) -> SessionEngine:
+    return SessionEngine(started)
+
+
+def opened(
+    engine: SessionEngine,
+    *,
+    retention: dict[str, Any] | None = WINDOW,
+    sampling: dict[str, Any] | None = None,
+    system_prompt: str | None = None,
+) -> OpenSession:
+    return engine.open_session(system_prompt=system_prompt, retention=retention, sampling=sampling or {}, priority=0)
+
+
+def test_the_facts_are_the_engines(engine: SessionEngine, tiny_model: Path) -> None:
+    facts = engine.facts()
+    assert facts.model == str(tiny_model)
+    assert (facts.block_size, facts.context_limit, facts.trained_range) == (16, 512, 2048)
+    assert facts.num_pool_blocks == 199
+    assert facts.max_sessions == 7
+    assert facts.takes_images is False
+    assert engine.failure() is None
+
+
+def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, runner: asyncio.Runner) -> None:
+    async def use() -> None:
+        session = opened(engine, sampling={"max_tokens": 9, "ignore_eos": True}, system_prompt="You watch a log.")
+        assert session.max_blocks == 17
+        pieces: list[str] = []
+        for i in range(30):
+            reply = await session.push(f"line {i}: the pump is running", on_text=pieces.append)
+            assert reply.num_blocks <= session.max_blocks
+            assert len(reply.token_ids) == 9
+        assert session.stats().num_evictions > 0
+        assert pieces
+        short = await session.push("and now?", sampling={"max_tokens": 2, "ignore_eos": True})
+        assert len(short.token_ids) == 2
+        with pytest.raises(ChunkRefusedError):
+            await session.push("long " * 100)
+        with pytest.raises(PolicyUsageError, match="takes text only"):
+            await session.push(ImageTurn(image=object()))
+        with pytest.raises(PolicyUsageError, match=r"sampling\.temperature"):
+            await session.push("x", sampling={"temperature": "hot"})
+        had_ended = session.has_ended
+        await session.close()
+        assert (had_ended, session.has_ended) == (False, True)
+        with pytest.raises(SessionClosedError):
+            await session.push("x")
+
+    runner.run(use())
+
+
+def test_without_retention_the_context_bounds_it(engine: SessionEngine) -> None:
+    assert opened(engine, retention=None).max_blocks == 512 // 16
+
+
+def test_what_cannot_be_is_refused_at_once_with_every_reason(engine: SessionEngine, started: AsyncLLM) -> None:
+    with pytest.raises(PolicyUsageError) as caught:
+        opened(
+            engine,
+            retention={"total_tokens": 4000, "nonsense": 1},
+            sampling={"temperature": "hot", "heat": 1, "seed": 1 << 70},
+        )
+    text = str(caught.value)
+    for part in ("nonsense", "sampling.temperature", "sampling.heat", "sampling.seed"):
+        assert part in text
+    with pytest.raises(PolicyUsageError) as caught:
+        opened(engine, retention={"total_tokens": 4000})
+    assert len(caught.value.reasons) == 3  # context limit, trained range, pool
+    with pytest.raises(PolicyUsageError, match="first chunk"):
+        opened(engine, system_prompt="word " * 300)
+    with pytest.raises(PolicyUsageError) as caught:
+        opened(engine, retention={"total_tokens": 4000}, sampling={"stop": ["x"], "prompt_logprobs": 1})
+    assert len(caught.value.reasons) == 5
+    assert not started.output_processor.request_states
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ('{"temperature": NaN}', "finite"),
+        ('{"logit_bias": {"3": Infinity}}', "finite"),
+        ('{"top_k": 1.5}', "int"),
+        ('{"max_tokens": true}', "int"),
+        ('{"stop_token_ids": [320]}', "from 0 to 319"),
+        ('{"stop_token_ids": [-1]}', "from 0 to 319"),
+        ('{"stop_token_ids": [99999999999999999999]}', "64 bits"),
+        ('{"top_p": 7}', "top_p"),
+        ('{"output_kind": 1}', "unknown field"),
+        ('{"extra_args": {"streaming_retention": {}}}', "unknown field"),
+        ('{"_eos_token_id": 3}', "unknown field"),
+    ],
+)
+def test_sampling_that_anybody_may_send(value: str, reason: str) -> None:
+    with pytest.raises(PolicyUsageError, match=reason):
+        sampling_params_from(json.loads(value), defaults={}, num_token_ids=NUM_TOKEN_IDS)
+
+
+def test_sampling_from_json() -> None:
+    given = {"temperature": 1, "logit_bias": {"3": 2}, "stop_token_ids": [7], "seed": None}
+    params = sampling_params_from(given, defaults={"max_tokens": 24}, num_token_ids=NUM_TOKEN_IDS)
+    assert (params.temperature, params.max_tokens, params.logit_bias, params.stop_token_ids, params.seed) == (
+        1.0,
+        24,
+        {3: 2.0},
+        [7],
+        None,
+    )
+
+
+def test_a_hook_of_another_thread_waits_for_the_loop(runner: asyncio.Runner) -> None:
+    async def use() -> list[str]:
+        done = []
+
+        async def stop() -> None:
+            await asyncio.sleep(0)
+            done.append("stopped")
+
+        hook = awaited_from_elsewhere(stop)
+        hook()
+        assert done == []
+        await asyncio.to_thread(hook)
+        return done
+
+    assert runner.run(use()) == ["stopped"]
+
+
+def test_a_hook_that_fails_does_not_keep_the_engine_alive(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use() -> None:
+        async def stop() -> None:
+            raise RuntimeError("stuck")
+
+        await asyncio.to_thread(awaited_from_elsewhere(stop))
+
+    runner.run(use())
+    assert "sessions.not_closed" in caplog.text
+    assert "stuck" in caplog.text
+
+
+def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the entry point promises; the entry point itself is in the metadata of an installed package."""
+
+    class Entry:
+        name, value = "kvpolicy", "kvpolicy.adapters.vllm:endpoint_plugin"
+
+        def load(self) -> Any:
+            return endpoint_plugin
+
+    groups: list[str] = []
+
+    def entry_points(*, group: str) -> list[Entry]:
+        groups.append(group)
+        return [Entry()]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert load_endpoint_plugins(("generate",)) == []
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert load_endpoint_plugins(("generate",)) == []
+    monkeypatch.setenv("VLLM_PLUGINS", "kvpolicy")
+    assert load_endpoint_plugins(("embed",)) == []
+    [plugin] = load_endpoint_plugins(("generate",))
+    assert isinstance(plugin, EndpointPlugin)
+    assert set(groups) == {ENDPOINT_PLUGINS_GROUP}
+
+
+def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM, runner: asyncio.Runner) -> None:
+    from fastapi import FastAPI
+
+    async def use(engine: object, *, is_ours: bool = False) -> list[str]:
+        app, plugin = FastAPI(), endpoint_plugin()
+        plugin.attach_router(app)
+        if is_ours:
+            setattr(app.state, PLUGIN_MARK, True)
+        await plugin.init_state(engine, app.state, SimpleNamespace())
+        return list(app.openapi()["paths"])
+
+    paths = runner.run(use(started))
+    assert paths
+    assert all(path.startswith("/v1/streaming/") for path in paths)
+    # ``kvpolicy serve`` has its own flag for that.
+    assert runner.run(use(started, is_ours=True)) == []
+    with pytest.raises(PolicyUsageError, match="kvpolicy serve MODEL --enable-streaming"):
+        runner.run(use(object()))

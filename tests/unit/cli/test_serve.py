@@ -1,0 +1,84 @@
+"""``kvpolicy serve`` before there is an engine: its help, its flags, and what it says without vLLM."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from attrs import fields
+from typer.testing import CliRunner
+
+from kvpolicy.adapters.http.settings import ServerSettings
+from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
+from kvpolicy.cli.app import app
+from kvpolicy.core.errors import PolicyUsageError
+
+
+def parsed(*arguments: str) -> tuple[ServeOptions, dict[str, Any]]:
+    """Return our options, and what is left for vLLM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port")
+    add_flags(parser)
+    namespace = parser.parse_args(arguments)
+    return take_options(namespace), vars(namespace)
+
+
+def test_no_flag_of_ours_is_the_stock_server() -> None:
+    options, rest = parsed("--port", "1")
+    assert options == ServeOptions()
+    assert options.is_stock
+    assert rest == {"port": "1"}
+
+
+def test_what_is_ours_is_taken_and_the_rest_is_vllms() -> None:
+    flags = "--port 1 --enable-streaming --max-sessions 3 --kv-cache-policy randkv --session-idle-timeout-s 1.5"
+    options, rest = parsed(*flags.split(), "--session-max-body-bytes=1000")
+    assert options == ServeOptions(
+        kv_cache_policy="randkv",
+        enable_streaming=True,
+        max_sessions=3,
+        settings=ServerSettings(idle_timeout_s=1.5, max_body_bytes=1000),
+    )
+    assert not options.is_stock
+    assert rest == {"port": "1"}
+    assert not parsed("--kv-cache-policy", "off")[0].is_stock
+
+
+def test_every_limit_has_a_flag_that_is_explained() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"])
+    assert result.exit_code == 0
+    for field in fields(ServerSettings):
+        if field.name != "max_sessions":
+            assert f"--session-{field.name.replace('_', '-')} " in result.output
+    assert "--max-sessions " in result.output
+    assert "longest body of a request. Unset: 8388608." in " ".join(result.output.split())
+    assert "every flag of 'vllm serve'" in result.output.lower()
+
+
+def test_all_reasons_come_at_once_and_name_the_flag() -> None:
+    with pytest.raises(PolicyUsageError) as caught:
+        parsed("--max-sessions", "3", "--session-idle-timeout-s", "-1", "--session-max-body-bytes", "0")
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+        "--max-sessions",
+        "--session-max-body-bytes",
+        "--session-idle-timeout-s",
+        "--session-max-body-bytes",
+        "--session-idle-timeout-s",
+    ]
+    assert "add --enable-streaming" in caught.value.reasons[0]
+
+
+def test_a_value_of_the_wrong_type_is_said_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed("--session-max-body-bytes", "many")
+    assert caught.value.code == 2
+    assert "--session-max-body-bytes: invalid int value: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_missing_vllm_is_one_line(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "a-model", "--dtype", "float32"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    said = result.output + str(result.exception)
+    assert "the module 'vllm' is not installed; run: pip install 'kvpolicy[vllm]'" in said
