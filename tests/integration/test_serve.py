@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,7 +17,7 @@ from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 POLICY = '{"type": "randkv", "budget": 64, "buffer_size": 16}'
@@ -73,10 +74,69 @@ def test_the_api_key_covers_the_session_routes(streaming: ServerProcess) -> None
         assert httpx.post(streaming.url + path).status_code == httpx.codes.UNAUTHORIZED
 
 
-def test_a_signal_ends_it_cleanly(streaming: ServerProcess) -> None:
+def opened(http: httpx.Client, max_tokens: int = 24) -> str:
+    body = {
+        "system_prompt": "You watch a log.",
+        "retention": {"total_tokens": 320, "min_total_tokens": 64},
+        "sampling": {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
+    }
+    answer = http.post(ROUTES + "sessions", json=body)
+    assert answer.status_code == httpx.codes.CREATED, answer.text
+    return str(answer.json()["session_id"])
+
+
+def pushed(http: httpx.Client, session: str, text: str) -> httpx.Response:
+    return http.post(f"{ROUTES}sessions/{session}/frame", content=text, headers={"Content-Type": "text/plain"})
+
+
+def ended_push(server: ServerProcess, end: Callable[[], None]) -> httpx.Response:
+    """Return the answer to a push that is pending when the server's engine is ended."""
+    with client(server) as http, ThreadPoolExecutor() as threads:
+        session = opened(http, 180)
+        assert pushed(http, session, "hello").status_code == httpx.codes.OK
+        push = threads.submit(pushed, http, session, "hello again")
+        while http.get(f"{ROUTES}sessions/{session}").json()["state"] != "pending":
+            assert not push.done(), push.result().text
+        end()
+        return push.result(20)
+
+
+def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerProcess, tiny_model: Path) -> None:
+    with client(streaming) as http:
+        session = opened(http)
+        replies = []
+        for i in range(30):
+            answer = pushed(http, session, f"line {i}: the pump is running")
+            assert answer.status_code == httpx.codes.OK, answer.text
+            replies.append(answer.json())
+            if i % 10 == 0:
+                completion(streaming, tiny_model)
+        assert [reply["frame_index"] for reply in replies] == list(range(30))
+        assert sum(reply["evicted_tokens"] for reply in replies) > 0
+        assert max(reply["blocks"] for reply in replies) <= 21
+        assert http.delete(f"{ROUTES}sessions/{session}").status_code == httpx.codes.OK
+
+
+def test_a_signal_ends_it_cleanly_and_a_pending_push_is_answered(streaming: ServerProcess) -> None:
     streaming.children()
-    streaming.process.send_signal(signal.SIGTERM)
+    answer = ended_push(streaming, lambda: streaming.process.send_signal(signal.SIGTERM))
+    assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE, answer.text
+    assert "shutting down" in answer.text
     assert streaming.wait_until_gone() == 0, streaming.text()
+
+
+@pytest.fixture
+def doomed(tiny_model: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    with running(tmp_path / "log", tiny_model, "--enable-streaming") as server:
+        yield server
+
+
+def test_a_pending_push_is_answered_when_the_engine_dies(doomed: ServerProcess) -> None:
+    engine = doomed.engine()
+    answer = ended_push(doomed, engine.kill)
+    assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE, answer.text
+    assert answer.json()["error"]["code"] == "ended_engine"
+    assert doomed.wait_until_gone() == 1, doomed.text()
 
 
 def test_a_server_with_a_policy_only_has_no_session_route(policy: ServerProcess, tiny_model: Path) -> None:
