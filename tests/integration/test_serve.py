@@ -132,7 +132,7 @@ def doomed(tiny_model: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def test_a_pending_push_is_answered_when_the_engine_dies(doomed: ServerProcess) -> None:
-    engine = doomed.engine()
+    [engine] = doomed.engines()
     answer = ended_push(doomed, engine.kill)
     assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE, answer.text
     assert answer.json()["error"]["code"] == "ended_engine"
