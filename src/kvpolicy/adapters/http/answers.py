@@ -1,0 +1,93 @@
+"""How a reply goes out: whole or as server-sent events, and in both cases with an eye on the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import StreamingResponse
+
+from kvpolicy.adapters.http.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import Receive, Scope, Send
+
+    from kvpolicy.adapters.http.flights import Waiter
+    from kvpolicy.adapters.http.schemas import FrameReply
+
+
+async def whole_reply(waiter: Waiter, receive: Receive) -> FrameReply:
+    """Return the reply that ``waiter`` waits for. It leaves as soon as the client does.
+
+    Raises:
+        ApiError: there is none.
+    """
+    async with _leaving_with_the_client(waiter, receive):
+        return await waiter.flight.reply()
+
+
+class EventStream(StreamingResponse):
+    """A reply as server-sent events: its text piece by piece, then the whole; or an error.
+
+    An error before the first piece is an ordinary answer, with its own status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, waiter: Waiter) -> None:
+        """Prepare an answer for ``waiter``."""
+        # Proxies must pass the pieces on as they come.
+        super().__init__(_events(waiter), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._waiter = waiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. Starlette's own way notices a client that has gone only when it has something to send."""
+        async with _leaving_with_the_client(self._waiter, receive):
+            try:
+                await self._waiter.flight.begun()
+            except ApiError as error:
+                echoed = {name: value for name, value in self.headers.items() if name == "x-session-id"}
+                await error.response(echoed)(scope, receive, send)
+                return
+            try:
+                await self.stream_response(send)
+            except OSError:
+                return  # how some servers say that the client has gone
+
+
+@asynccontextmanager
+async def _leaving_with_the_client(waiter: Waiter, receive: Receive) -> AsyncIterator[None]:
+    """Let the waiter leave at the end of the block, or before, if the client disconnects."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        waiter.leave()
+
+    with waiter:
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            await asyncio.wait({watcher})
+
+
+async def _events(waiter: Waiter) -> AsyncIterator[str]:
+    async for piece in waiter.flight.pieces():
+        yield _event({"text": piece})
+    try:
+        reply = await waiter.flight.reply()
+    except ApiError as error:
+        yield _event(error.body(), "error")
+        return
+    yield _event(reply.model_dump(mode="json"), "reply")
+
+
+def _event(data: dict[str, Any], name: str | None = None) -> str:
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data)}\n\n"

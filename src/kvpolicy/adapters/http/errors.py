@@ -1,0 +1,137 @@
+"""Which HTTP answer an error becomes: one JSON shape, and a status by who has to act next.
+
+========  =========================================================================================================
+status    when
+========  =========================================================================================================
+400       the request makes no sense to the session layer: body, image, budget, header, refused chunk
+404       no such session (malformed ids look the same), or it ended longer ago than ``tombstone_s``
+409       a chunk is pending, the frame index is not the next one, or the session has ended
+413       the body, the image or the chunk is too large
+422       the JSON or a query parameter has the wrong type
+500       a fault of ours
+503       no room, a deadline passed, the engine is dead, or the server is starting or stopping
+========  =========================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from kvpolicy.core.errors import (
+    CapacityError,
+    ChunkRefusedError,
+    PolicyUsageError,
+    SessionClosedError,
+    SessionFailedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+class ApiError(Exception):
+    """An answer that is not the one asked for.
+
+    ``kind`` says who acts next and is the name of an error of ``kvpolicy.core.errors`` where one fits; ``code`` is
+    for programs.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument for each field of the answer
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        kind: str,
+        reasons: Iterable[str] = (),
+        retry_after_s: int | None = None,
+    ) -> None:
+        self.status = status
+        self.code = code
+        self.kind = kind
+        self.message = message
+        self.reasons = tuple(reasons) or (message,)
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object that a client gets."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "code": self.code,
+                "reasons": list(self.reasons),
+            }
+        }
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """Return the whole answer."""
+        retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return JSONResponse(self.body(), self.status, headers={**(headers or {}), **retry})
+
+
+def bad_request(code: str, reasons: str | Iterable[str]) -> ApiError:
+    """Return a 400 with its reasons."""
+    reasons = (reasons,) if isinstance(reasons, str) else tuple(reasons)
+    return ApiError(400, code, "\n".join(reasons), kind="PolicyUsageError", reasons=reasons)
+
+
+def too_large(code: str, message: str) -> ApiError:
+    """Return a 413."""
+    return ApiError(413, code, message, kind="TooLargeError")
+
+
+def unknown_session() -> ApiError:
+    """Return the 404: the same words for every id that is no session, so that nothing can be learnt from it."""
+    message = "session: there is none with this id, or it ended a while ago; open one with POST /v1/streaming/sessions"
+    return ApiError(404, "unknown_session", message, kind="NotFoundError")
+
+
+def conflict(code: str, message: str) -> ApiError:
+    """Return a 409 that leaves the session as it is."""
+    return ApiError(409, code, message, kind="ConflictError")
+
+
+def unavailable(code: str, message: str, *, reasons: Iterable[str] = (), retry_after_s: int | None = None) -> ApiError:
+    """Return a 503."""
+    return ApiError(503, code, message, kind="CapacityError", reasons=reasons, retry_after_s=retry_after_s)
+
+
+def internal_error(error: BaseException) -> ApiError:
+    """Return the 500 of a fault of ours. Its text goes to the log only."""
+    message = f"server: an unexpected {type(error).__name__}; the log has the details; please report it"
+    return ApiError(500, "internal", message, kind="InvariantError")
+
+
+def api_error(error: Exception) -> ApiError | None:  # noqa: PLR0911 - one line for each kind
+    """Return the answer that an error of the core, of pydantic or of FastAPI becomes; None for any other."""
+    match error:
+        case ApiError():
+            return error
+        case SessionClosedError():
+            return ApiError(409, "session_ended", str(error), kind="SessionClosedError", reasons=error.reasons)
+        case PolicyUsageError():
+            return bad_request("invalid", error.reasons)
+        case ChunkRefusedError():
+            status = 413 if error.code == "chunk_too_long" else 400
+            return ApiError(status, error.code, error.message, kind="ChunkRefusedError")
+        case CapacityError():
+            return unavailable("no_room", str(error))
+        case SessionFailedError():
+            return ApiError(409, error.code, error.message, kind="SessionFailedError")
+        case RequestValidationError():
+            return _invalid_fields(error.errors())
+        case ValidationError():
+            return _invalid_fields(error.errors(include_url=False, include_input=False))
+    return None
+
+
+def _invalid_fields(errors: Sequence[Any]) -> ApiError:
+    """Return the 422, with a sentence for each field. Values are not repeated: they may be a user's text."""
+    reasons = [f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in errors]
+    return ApiError(422, "invalid_fields", "\n".join(reasons), kind="PolicyUsageError", reasons=reasons)

@@ -1,0 +1,224 @@
+"""The session frontend: routes for a FastAPI application, and the life of what is behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.adapters.http.endings import EndReason
+from kvpolicy.adapters.http.errors import bad_request, unavailable
+from kvpolicy.adapters.http.log import make_logger
+from kvpolicy.adapters.http.metrics import SessionMetrics
+from kvpolicy.adapters.http.registry import SessionRegistry
+from kvpolicy.adapters.http.routes import make_router
+from kvpolicy.adapters.http.schemas import ConfigReply, OpenReply
+from kvpolicy.adapters.http.served import Surroundings, engine_sentence, enqueue_deadline_passed
+from kvpolicy.core.budget import RetentionBudget, SessionLimits
+from kvpolicy.core.errors import PolicyUsageError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from fastapi import FastAPI
+
+    from kvpolicy.adapters.http.port import EngineFacts, EnginePort
+    from kvpolicy.adapters.http.schemas import OpenRequest
+    from kvpolicy.adapters.http.settings import ServerSettings
+
+# How often it is asked whether the engine lives: what the clients of a dead one wait at most.
+_WATCH_PERIOD_S = 0.5
+
+
+class SessionFrontend:
+    """Bounded sessions over HTTP. ``attach`` it to an application, ``start`` it in the loop, ``stop`` it at the end."""
+
+    def __init__(self, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepare a frontend; ``clock`` measures idleness and age, in seconds."""
+        self.settings = settings
+        self._clock = clock
+        self._around: Surroundings | None = None
+        self._registry: SessionRegistry | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    def attach(self, app: FastAPI) -> None:
+        """Add the routes. Until ``start`` they answer 503."""
+        app.include_router(make_router(self))
+
+    def start(self, engine: EnginePort) -> None:
+        """Serve the sessions of ``engine``. Call it once, in the running loop that serves the application."""
+        if self._around is not None:
+            raise PolicyUsageError("frontend: expected one start, got a second one; make another frontend")
+        self._around = Surroundings(
+            engine=engine,
+            settings=self.settings,
+            metrics=SessionMetrics(engine.facts().model),
+            clock=self._clock,
+            log=make_logger(),
+        )
+        self._registry = SessionRegistry(self._around)
+        self._watcher = asyncio.create_task(self._watch(), name="session-watcher")
+
+    async def stop(self) -> None:
+        """Close every session and answer 503 from now on. Calling it again does nothing."""
+        self._is_stopping = True
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.wait({watcher})
+        if self._registry is not None:
+            await self._registry.end_all(EndReason.SHUTDOWN, "the server is shutting down")
+
+    # --- what the routes use
+
+    @property
+    def registry(self) -> SessionRegistry:
+        """The sessions; there are none before ``start``.
+
+        Raises:
+            ApiError: 503, it has not been started.
+        """
+        if self._registry is None:
+            raise unavailable("starting", "server: it is starting, try again in a moment", retry_after_s=1)
+        return self._registry
+
+    def require_running(self) -> None:
+        """Raise unless sessions can be served.
+
+        Raises:
+            ApiError: 503 with the reason.
+        """
+        engine = self._surroundings().engine
+        if self._is_stopping:
+            raise unavailable("ended_shutdown", "server: it is shutting down")
+        if (failure := engine.failure()) is not None:
+            self.registry.notice_ends()
+            raise unavailable("ended_engine", f"server: {engine_sentence(failure)}")
+
+    def require_images(self) -> None:
+        """Raise if the model takes text only.
+
+        Raises:
+            ApiError: 400.
+        """
+        facts = self._facts()
+        if not facts.takes_images:
+            raise bad_request("no_images", f"image: the model {facts.model} takes text only; send text/plain or JSON")
+
+    @asynccontextmanager
+    async def enqueue_deadline(self) -> AsyncIterator[None]:
+        """Limit what is read in the block.
+
+        Raises:
+            ApiError: 503, the deadline has passed.
+        """
+        deadline = asyncio.timeout(self.settings.enqueue_deadline_s)
+        try:
+            async with deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise enqueue_deadline_passed(self._surroundings()) from None
+
+    async def open(self, wanted: OpenRequest) -> OpenReply:
+        """Open a session.
+
+        Raises:
+            ApiError: 400 or 503.
+            PolicyUsageError: every reason why such a session cannot be.
+        """
+        facts = self._facts()
+        sampling = {**self.settings.sampling(), **wanted.sampling.given()}
+        retention = _budget_of(wanted, facts, sampling)
+        await self.registry.reap()
+        port = self._surroundings().engine.open_session(
+            system_prompt=wanted.system_prompt, retention=retention, sampling=sampling, priority=wanted.priority
+        )
+        try:
+            self.require_running()
+            session = self.registry.admit(port, sampling)
+        except BaseException:
+            await port.close()
+            raise
+        return OpenReply(
+            session_id=session.id,
+            model=facts.model,
+            max_blocks=session.max_blocks,
+            retention=retention,
+            sampling=sampling,
+        )
+
+    def config(self) -> ConfigReply:
+        """Return the defaults and the limits."""
+        facts, settings = self._facts(), self.settings
+        return ConfigReply(
+            model=facts.model,
+            takes_images=facts.takes_images,
+            engine={
+                "context_limit": facts.context_limit,
+                "trained_range": facts.trained_range,
+                "block_size": facts.block_size,
+                "num_pool_blocks": facts.num_pool_blocks,
+            },
+            limits={
+                "max_sessions": self.registry.max_sessions,
+                "max_body_bytes": settings.max_body_bytes,
+                "max_frame_pixels": settings.max_frame_pixels,
+                "enqueue_deadline_s": settings.enqueue_deadline_s,
+                "reply_deadline_s": settings.reply_deadline_s,
+                "close_deadline_s": settings.close_deadline_s,
+                "idle_timeout_s": settings.idle_timeout_s,
+                "tombstone_s": settings.tombstone_s,
+            },
+            sampling=settings.sampling(),
+            retention=RetentionBudget().to_mapping(),
+        )
+
+    def _surroundings(self) -> Surroundings:
+        _ = self.registry
+        assert self._around is not None  # noqa: S101 - there is a registry, so it has been started
+        return self._around
+
+    def _facts(self) -> EngineFacts:
+        return self._surroundings().engine.facts()
+
+    async def _watch(self) -> None:
+        """Notice what ends by itself: silent sessions, failed ones, old memories."""
+        reaped_s = self._clock()
+        while True:
+            await asyncio.sleep(min(_WATCH_PERIOD_S, self.settings.reaper_period_s))
+            self.registry.notice_ends()
+            if self._clock() - reaped_s >= self.settings.reaper_period_s:
+                reaped_s = self._clock()
+                self.registry.forget()
+                await self.registry.reap()
+
+
+def _budget_of(wanted: OpenRequest, facts: EngineFacts, sampling: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the budgets that are in force, with their defaults resolved.
+
+    Raises:
+        PolicyUsageError: they cannot be, or another model is wanted: all reasons at once.
+    """
+    reasons = []
+    budget = None
+    if wanted.model not in (None, facts.model):
+        reasons.append(f"model: expected {facts.model}, the one that this server serves, got {wanted.model!r}")
+    if wanted.retention is not None:
+        limits = SessionLimits(
+            block_size=facts.block_size,
+            context_limit=facts.context_limit,
+            trained_range=facts.trained_range,
+            num_pool_blocks=facts.num_pool_blocks,
+        )
+        try:
+            given = RetentionBudget.from_mapping(wanted.retention.given())
+            budget = given.resolved(limits, sampling["max_tokens"]).to_mapping()
+        except PolicyUsageError as error:
+            reasons += error.reasons
+    if reasons:
+        raise PolicyUsageError(reasons)
+    return budget

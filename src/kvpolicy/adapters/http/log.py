@@ -1,0 +1,66 @@
+"""The frontend's log: one structlog event per open, chunk, refusal and close; never the text of users.
+
+Events are named and carry fields, as everywhere in kvpolicy. A session is named by the first characters of its id:
+whoever knows the whole id can use the session, so it does not belong in a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+SESSION_OPENED = "session.opened"
+SESSION_CLOSED = "session.closed"
+SESSION_REFUSED = "session.refused"
+RELEASE_LATE = "release.overdue"
+RELEASE_FAILED = "release.failed"
+CHUNK_ANSWERED = "chunk.answered"
+CHUNK_REFUSED = "chunk.refused"
+FAULT = "request.failed"
+
+_LOGGER = "kvpolicy.http"
+_NUM_SHOWN = 8
+
+
+def make_logger() -> Any:
+    """Return a structlog logger over the standard one named ``kvpolicy.http``, whose level decides what is written.
+
+    Lines are for people where standard error is a terminal, JSON objects elsewhere.
+    """
+    renderer: Any = structlog.processors.JSONRenderer()
+    if sys.stderr.isatty():
+        renderer = structlog.processors.KeyValueRenderer(key_order=["event"])
+    return structlog.wrap_logger(
+        logging.getLogger(_LOGGER),
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+def shown_id(session_id: str) -> str:
+    """Return what a log may say of an id.
+
+    >>> shown_id("0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE")
+    '0rAV1dKG'
+    """
+    return session_id[:_NUM_SHOWN]
+
+
+def write_to_stderr(level: int = logging.INFO) -> None:
+    """Let the log be written. For a program's start: a library leaves that to the program that uses it."""
+    logger = logging.getLogger(_LOGGER)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False

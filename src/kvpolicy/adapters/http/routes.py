@@ -1,0 +1,221 @@
+"""The session routes: what is read from a request and handed to the frontend, and the OpenAPI text."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi.responses import HTMLResponse
+
+from kvpolicy.adapters.http.answers import EventStream, whole_reply
+from kvpolicy.adapters.http.bodies import read_frame, read_open_request
+from kvpolicy.adapters.http.edge import ROUTING_HEADER, ROUTING_KEY, SessionRoute
+from kvpolicy.adapters.http.schemas import (
+    CloseReply,
+    ConfigReply,
+    ErrorBody,
+    FrameIndex,
+    FrameReply,
+    FrameTurn,
+    OpenReply,
+    OpenRequest,
+    StatusReply,
+)
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from kvpolicy.adapters.http.frontend import SessionFrontend
+
+PREFIX = "/v1/streaming"
+
+SessionId = Annotated[str, Path(description="What opening the session returned. Unknown and malformed ids look alike.")]
+
+
+def _routing_key(
+    key: Annotated[
+        str | None,
+        Header(
+            alias=ROUTING_HEADER,
+            description="A routing key of the client's choice, the same at open and on every later call, so that a "
+            "router with consistent hashing keeps a session on its server. It is echoed. It authorises nothing.",
+            pattern=ROUTING_KEY,
+        ),
+    ] = None,
+) -> str | None:
+    """Describe the header; ``SessionRoute`` reads it."""
+    return key
+
+
+def make_router(frontend: SessionFrontend) -> APIRouter:
+    """Return the routes of a frontend."""
+    router = APIRouter(
+        prefix=PREFIX, route_class=SessionRoute, tags=["streaming sessions"], dependencies=[Depends(_routing_key)]
+    )
+    settings = frontend.settings
+
+    @router.post(
+        "/sessions",
+        status_code=201,
+        response_model=OpenReply,
+        responses=_errors(400, 413, 422, 500, 503),
+        openapi_extra=_body({"application/json": _schema(OpenRequest)}, required=False),
+        summary="Open a session",
+    )
+    async def open_session(request: Request) -> OpenReply:
+        """Open a session that can be fed chunk by chunk for as long as you like, in constant memory.
+
+        The engine hears of it with its first chunk. It ends when you close it, when you disconnect while a reply is
+        pending, when it is idle for too long, or when the engine fails. 503 with `Retry-After`: there is no room now,
+        and the message says what is taken.
+        """
+        frontend.require_running()
+        async with frontend.enqueue_deadline():
+            wanted = await read_open_request(request, settings.max_body_bytes)
+        return await frontend.open(wanted)
+
+    async def push(
+        request: Request,
+        session_id: SessionId,
+        frame_index: Annotated[FrameIndex | None, Query()] = None,
+        stream: Annotated[bool, Query(description="Answer with server-sent events.")] = False,  # noqa: FBT002
+    ) -> FrameReply | Response:
+        """Push one chunk, wait for its reply, and return it with its figures. One chunk is in flight per session.
+
+        The body is text (`text/plain`), JSON, one JPEG or PNG file, or a form with a file `image` and a `text`.
+
+        With `frame_index` a push can be repeated after a broken connection: the index of the last answered chunk gets
+        the same reply again, that of the pending chunk waits for it. Every other index but the next one is answered
+        with 409, and so is a second chunk while one is pending; neither disturbs the session. A chunk that is refused
+        (400, 413, 422) has no index: the session is as it was, and the next chunk gets it.
+
+        If you disconnect before the reply is complete, or if it takes too long (503), the session is closed.
+
+        With `stream` the answer is a stream of server-sent events: `data: {"text": ...}` for each piece, then
+        `event: reply` with the whole answer, or `event: error` with an error. An error before the first piece is an
+        ordinary answer with its own status.
+        """
+        frontend.require_running()
+        session = frontend.registry.find(session_id)
+        deadline_s = asyncio.get_running_loop().time() + settings.enqueue_deadline_s
+        async with frontend.enqueue_deadline():
+            frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
+        if frame.image is not None:
+            frontend.require_images()
+        waiter = session.submit(frame, deadline_s=deadline_s)
+        return EventStream(waiter) if frame.stream else await whole_reply(waiter, request.receive)
+
+    for path, is_shown in (("frame", True), ("frames", False)):
+        router.add_api_route(
+            f"/sessions/{{session_id}}/{path}",
+            push,
+            methods=["POST"],
+            response_model=FrameReply,
+            responses={200: _EVENT_STREAM, **_errors(400, 404, 409, 413, 422, 500, 503)},
+            openapi_extra=_body(_FRAME_BODIES),
+            summary="Push a chunk (also as `/frames`)",
+            operation_id=f"push_{path}",
+            include_in_schema=is_shown,
+        )
+
+    @router.get(
+        "/sessions/{session_id}",
+        response_model=StatusReply,
+        responses=_errors(400, 404, 422, 500, 503),
+        summary="See what a session holds",
+    )
+    async def session_status(session_id: SessionId) -> StatusReply:
+        """Return the counts of a session and what it remembers, as of its last reply.
+
+        One that has ended is shown for a while with the reason. Nothing lists the sessions of a server.
+        """
+        frontend.require_running()
+        return frontend.registry.status(session_id)
+
+    @router.delete(
+        "/sessions/{session_id}",
+        response_model=CloseReply,
+        responses=_errors(400, 404, 422, 500, 503),
+        summary="Close a session",
+    )
+    async def close_session(session_id: SessionId) -> CloseReply:
+        """Close a session and wait until the engine has let go of it. A push that is pending is answered with 409."""
+        frontend.require_running()
+        return await frontend.registry.close(session_id)
+
+    @router.get(
+        "/config", response_model=ConfigReply, responses=_errors(400, 422, 500, 503), summary="Defaults and limits"
+    )
+    async def config() -> ConfigReply:
+        """Return what a session has where its opener asks for nothing, and what this server and its engine allow."""
+        frontend.require_running()
+        return frontend.config()
+
+    page = files(__package__).joinpath("static", "console.html").read_text(encoding="utf-8")
+
+    @router.get("/console", response_class=HTMLResponse, include_in_schema=False)
+    async def console() -> HTMLResponse:
+        """Return a page for trying sessions out."""
+        return HTMLResponse(page)
+
+    return router
+
+
+_TITLES = {
+    400: "The request makes no sense here; every reason is listed.",
+    404: "No such session.",
+    409: "A chunk is pending, the index is not the next one, or the session has ended.",
+    413: "The body, the image or the chunk is too large.",
+    422: "A field has the wrong type.",
+    500: "A fault of the server.",
+    503: "No room, a deadline passed, or the engine is not there.",
+}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorBody, "description": _TITLES[status]} for status in statuses}
+
+
+def _body(content: dict[str, dict[str, Any]], *, required: bool = True) -> dict[str, Any]:
+    described = {kind: {"schema": schema} for kind, schema in content.items()}
+    return {"requestBody": {"required": required, "content": described}}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a model's schema in one piece: the bodies are read by us, so FastAPI does not know their models."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:  # noqa: ANN401 - JSON
+        if isinstance(node, dict):
+            name = node.get("$ref", "").rpartition("/")[2]
+            rest = {key: inlined(value) for key, value in node.items() if key != "$ref"}
+            return {**inlined(definitions[name]), **rest} if name else rest
+        return [inlined(item) for item in node] if isinstance(node, list) else node
+
+    whole: dict[str, Any] = inlined(schema)
+    return whole
+
+
+_BINARY = {"type": "string", "format": "binary"}
+_FRAME_BODIES: dict[str, dict[str, Any]] = {
+    "text/plain": {"type": "string", "minLength": 1, "example": "What has changed?"},
+    "application/json": _schema(FrameTurn),
+    "image/jpeg": _BINARY,
+    "image/png": _BINARY,
+    "multipart/form-data": {
+        "type": "object",
+        "required": ["image"],
+        "properties": {
+            "image": {**_BINARY, "description": "A JPEG or PNG file."},
+            "text": {"type": "string", "description": "What is said or asked about it."},
+            "sampling": {"type": "string", "description": "Sampling parameters for this chunk, as a JSON object."},
+        },
+    },
+}
+_EVENT_STREAM: dict[str, Any] = {
+    "description": "The reply; with `stream`, as server-sent events.",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
