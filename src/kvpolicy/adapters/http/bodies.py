@@ -121,8 +121,6 @@ async def _form_parts(headers: Headers, body: bytes) -> dict[str, bytes]:
         form = await _FormParser(headers, body).parse()
     except MultiPartException as error:
         raise bad_request("bad_form", f"form: {error.message}") from error
-    except ValueError as error:
-        raise bad_request("bad_form", "form: expected a body as RFC 7578 describes, this one is malformed") from error
     try:
         if reasons := _form_errors([name for name, _ in form.multi_items()]):
             raise bad_request("bad_form", reasons)

@@ -1,0 +1,322 @@
+"""Two things at once: a chunk pending and another request; deadlines, closes, and a dying engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from kvpolicy.core.errors import SessionFailedError
+from tests.fakes.session_engine import FakeEngine
+from tests.unit.http.serving import PNG, SESSIONS, Served, error_of, image_bytes, served
+
+
+async def _pending(server: Served, path: str, text: str = "first chunk") -> asyncio.Task[httpx.Response]:
+    """Push a chunk that stays pending until ``hold_pushes`` is set."""
+    server.engine.hold_pushes = asyncio.Event()
+    task = asyncio.create_task(server.push(path, text))
+    while (await server.http.get(path)).json()["state"] != "pending":
+        await asyncio.sleep(0)
+    return task
+
+
+def _go_on(server: Served) -> None:
+    assert server.engine.hold_pushes is not None
+    server.engine.hold_pushes.set()
+
+
+def test_a_second_push_gets_409_and_does_not_disturb_the_first() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            for query in ({}, {"frame_index": 1}, {"frame_index": 7}):
+                second = await server.push(path, "second chunk", **query)
+                assert (second.status_code, error_of(second)["code"]) == (409, "frame_pending")
+                assert "chunk 0 of this session is pending" in error_of(second)["message"]
+            _go_on(server)
+            assert (await first).json()["text"] == "first chunk "
+            assert server.engine.sessions[0].turns == ["first chunk"]
+            assert (await server.push(path, "second chunk", frame_index=1)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_other_sessions_go_on_while_one_is_pending() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=2) as server:
+            # Room for both: the default total would not leave it.
+            paths = [await server.open(retention={"total_tokens": 2048}) for _ in range(2)]
+            first = await _pending(server, paths[0])
+            server.engine.hold_pushes, held = None, server.engine.hold_pushes
+            assert (await server.push(paths[1], "hi")).status_code == 200
+            assert held is not None
+            held.set()
+            assert (await first).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_the_index_of_the_pending_chunk_waits_for_the_same_reply() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            again = asyncio.create_task(server.push(path, "first chunk", frame_index=0))
+            streamed = asyncio.create_task(server.push(path, "first chunk", frame_index=0, stream=True))
+            await asyncio.sleep(0.01)
+            other = await server.push(path, "another chunk", frame_index=0)
+            assert (other.status_code, error_of(other)["code"]) == (409, "frame_differs")
+            _go_on(server)
+            assert (await first).json() == (await again).json()
+            assert 'data: {"text": "first "}' in (await streamed).text
+            assert len(server.engine.sessions[0].turns) == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_index_of_the_last_answer_gets_it_again() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await server.push(path, "one", frame_index=0)
+            second = await server.push(path, "two words", frame_index=1)
+            assert (await server.push(path, "two words", frame_index=1)).json() == second.json()
+            streamed = await server.push(path, "two words", frame_index=1, stream=True)
+            assert streamed.text.count("data: ") == 3
+            other = await server.push(path, "something else", frame_index=1)
+            assert (other.status_code, error_of(other)["code"]) == (409, "frame_differs")
+            assert "the next index is 2" in error_of(other)["message"]
+            for index in (0, 3):
+                gap = await server.push(path, "one", frame_index=index)
+                assert (gap.status_code, error_of(gap)["code"]) == (409, "frame_index")
+                assert f"expected 2, the next one, got {index}" in error_of(gap)["message"]
+            assert server.engine.sessions[0].turns == ["one", "two words"]
+            assert first.json()["frame_index"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_deleting_a_session_answers_its_pending_push_with_409() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            closed = await server.http.delete(path)
+            assert closed.json()["closed"] is True
+            answer = await first
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_client")
+            assert "its client closed it" in error_of(answer)["message"]
+            assert not server.engine.live
+            assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.pieces_before_hold = 1
+            server.engine.hold_pushes = asyncio.Event()
+            streamed = asyncio.create_task(server.push(path, "one two", stream=True))
+            await asyncio.sleep(0.01)
+            await server.http.delete(path)
+            answer = await streamed
+            assert answer.status_code == 200
+            assert answer.text.startswith('data: {"text": "one "}\n\nevent: error\ndata: {"error": ')
+            assert '"code": "ended_client"' in answer.text
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_has_not_begun_has_the_status_of_its_error() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            streamed = asyncio.create_task(server.push(path, "first chunk", frame_index=0, stream=True))
+            await asyncio.sleep(0.01)
+            await server.http.delete(path)
+            assert (await streamed).status_code == 409
+            assert error_of(await streamed)["code"] == "ended_client"
+            assert (await first).status_code == 409
+
+    asyncio.run(scenario())
+
+
+def test_a_reply_that_takes_too_long_closes_the_session() -> None:
+    async def scenario() -> None:
+        async with served(reply_deadline_s=0.05) as server:
+            path = await server.open()
+            server.engine.hold_pushes = asyncio.Event()
+            answer = await server.push(path, "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_reply_deadline")
+            assert "the reply to chunk 0 took longer than 0.05 s" in error_of(answer)["message"]
+            later = await server.push(path, "hi")
+            assert (later.status_code, error_of(later)["code"]) == (409, "ended_reply_deadline")
+            await asyncio.sleep(0)
+            assert not server.engine.live
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_comes_too_slowly_is_not_pushed() -> None:
+    async def scenario() -> None:
+        async def slow() -> object:
+            yield b"the beginning"
+            await asyncio.sleep(60)
+
+        async with served(enqueue_deadline_s=0.05) as server:
+            path = await server.open()
+            answer = await server.http.post(f"{path}/frame", content=slow(), headers={"Content-Type": "text/plain"})  # type: ignore[arg-type] # an async generator
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "enqueue_deadline")
+            assert "the session goes on" in error_of(answer)["message"]
+            assert (await server.push(path, "hi", frame_index=0)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_decoding_that_takes_too_long_is_not_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        async with served(enqueue_deadline_s=0.05) as server:
+            path = await server.open()
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "to_thread", never)
+                answer = await server.http.post(f"{path}/frame", content=image_bytes(), headers=PNG)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "enqueue_deadline")
+            assert (await server.push(path, "hi", frame_index=0)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("tells_waiters", [True, False])
+def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None:  # noqa: FBT001 - a parameter
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            server.engine.die("out of memory", SessionFailedError("engine", "gone") if tells_waiters else None)
+            answer = await asyncio.wait_for(first, 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_engine")
+            assert "out of memory" in error_of(answer)["message"]
+            for later in (
+                await server.push(path, "hi"),
+                await server.http.get(path),
+                await server.http.delete(path),
+                await server.http.post(SESSIONS),
+                await server.http.get("/v1/streaming/config"),
+            ):
+                assert (later.status_code, error_of(later)["code"]) == (503, "ended_engine")
+                assert "out of memory" in error_of(later)["message"]
+
+    asyncio.run(scenario())
+
+
+def test_what_the_engine_has_ended_gives_its_place_back_by_itself() -> None:
+    async def scenario() -> None:
+        async with served(reaper_period_s=0.02) as server:
+            path = await server.open()
+            server.engine.sessions[0].break_down(SessionFailedError("engine", "gone"))
+            while server.engine.live:
+                await asyncio.sleep(0.01)
+            answer = await server.push(path, "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_failed")
+
+    asyncio.run(scenario())
+
+
+def test_a_late_release_keeps_the_place_until_it_is_there() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=1, close_deadline_s=0.05) as server:
+            path = await server.open()
+            await server.push(path, "hi")
+            server.engine.hold_closes = asyncio.Event()
+            assert (await server.http.delete(path)).json()["closed"] is False
+            assert (await server.push(path, "hi")).status_code == 409
+            assert (await server.http.get(path)).json()["state"] == "ended"
+            refused = asyncio.create_task(server.http.post(SESSIONS))
+            await asyncio.sleep(0.01)
+            server.engine.hold_closes.set()
+            assert (await refused).status_code == 503
+            assert (await server.http.delete(path)).json()["closed"] is True
+            assert (await server.http.post(SESSIONS)).status_code == 201
+
+    asyncio.run(scenario())
+
+
+def test_a_close_that_raises_gives_the_place_back() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=1) as server:
+            path = await server.open()
+            server.engine.close_error = RuntimeError("cannot")
+            assert (await server.http.delete(path)).json()["closed"] is True
+            server.engine.close_error = None
+            assert (await server.http.post(SESSIONS)).status_code == 201
+
+    asyncio.run(scenario())
+
+
+def test_silent_sessions_are_reaped_before_an_admission_and_remembered_for_a_while() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=1, idle_timeout_s=100, tombstone_s=60) as server:
+            path = await server.open()
+            server.clock.now_s += 90
+            await server.push(path, "hi")
+            server.clock.now_s += 90
+            assert (await server.http.post(SESSIONS)).status_code == 503
+            server.clock.now_s += 11
+            await server.open()
+            assert server.engine.sessions[0].num_closes == 1
+            answer = await server.push(path, "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_idle")
+            assert "idle for more than 100 s" in error_of(answer)["message"]
+            status = (await server.http.get(path)).json()
+            assert (status["state"], status["reason"], status["frames"]) == (
+                "ended",
+                "it was idle for more than 100 s",
+                1,
+            )
+            server.clock.now_s += 61
+            for later in (await server.push(path, "hi"), await server.http.get(path), await server.http.delete(path)):
+                assert (later.status_code, error_of(later)["code"]) == (404, "unknown_session")
+
+    asyncio.run(scenario())
+
+
+def test_the_reaper_runs_by_itself_and_spares_what_is_pending() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100, reaper_period_s=0.02) as server:
+            paths = [await server.open(retention={"total_tokens": 2048}) for _ in range(2)]
+            first = await _pending(server, paths[0])
+            server.clock.now_s += 101
+            while len(server.engine.live) == 2:
+                await asyncio.sleep(0.01)
+            assert (await server.http.get(paths[0])).json()["state"] == "pending"
+            assert (await server.http.get(paths[1])).json()["state"] == "ended"
+            _go_on(server)
+            assert (await first).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_stopping_closes_everything_once() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with served(engine) as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            await server.frontend.stop()
+            answer = await first
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_shutdown")
+            assert not engine.live
+            await server.frontend.stop()
+            for later in (await server.http.post(SESSIONS), await server.push(path, "hi")):
+                assert (later.status_code, error_of(later)["code"]) == (503, "ended_shutdown")
+        assert engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())

@@ -1,0 +1,257 @@
+"""Every status code with its message, all in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from kvpolicy.core.errors import (
+    CapacityError,
+    ChunkRefusedError,
+    PolicyUsageError,
+    SessionFailedError,
+)
+from tests.fakes.session_engine import FACTS, FakeEngine
+from tests.unit.http.serving import PNG, SESSIONS, TEXT, error_of, image_bytes, served
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code", "words"),
+    [
+        ({"content": "{", "headers": JSON}, 400, "bad_json", "body: expected JSON"),
+        ({"content": '{"priority": NaN}', "headers": JSON}, 400, "bad_json", "body: expected JSON"),
+        ({"content": '"\\ud800"', "headers": JSON}, 400, "bad_json", "body: expected JSON"),
+        ({"content": "{}", "headers": TEXT}, 400, "bad_content_type", "Content-Type: expected application/json"),
+        ({"json": {"model": "other"}}, 400, "invalid", "model: expected fake-model"),
+        ({"json": {"retention": {"total_token": 5}}}, 400, "invalid", "budget: unknown key 'total_token'"),
+        ({"json": {"sampling": {"no_such_field": 5}}}, 400, "invalid", "sampling: and another reason"),
+        ({"json": {"sampling": {"max_tokens": 0}}}, 400, "invalid", "max_tokens"),
+        ({"json": {"retention": {"total_tokens": 99_999}}}, 400, "never_fits", "may need 6250 blocks"),
+        ({"json": []}, 422, "invalid_fields", "valid dictionary"),
+        ({"json": {"priority": "1", "nonsense": 1}}, 422, "invalid_fields", "priority: "),
+        ({"json": {"priority": 2**40}}, 422, "invalid_fields", "priority: "),
+        ({"content": b"x" * 2000, "headers": JSON}, 413, "body_too_large", "at most 1000 bytes"),
+    ],
+)
+def test_what_cannot_be_opened(request_: dict[str, Any], status: int, code: str, words: str) -> None:
+    async def scenario() -> None:
+        async with served(max_body_bytes=1000) as server:
+            answer = await server.http.post(SESSIONS, **request_)
+            error = error_of(answer)
+            assert (answer.status_code, error["code"]) == (status, code)
+            assert words in error["message"]
+            assert server.frontend.registry.holding == ()
+            assert not server.engine.live
+
+    asyncio.run(scenario())
+
+
+def test_all_reasons_come_at_once() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            wanted = {"model": "other", "retention": {"total_tokens": "many", "content_segments": 0}}
+            answer = await server.http.post(SESSIONS, json=wanted)
+            assert answer.status_code == 422  # a wrong type
+            wanted = {"model": "other", "retention": {"total_tokens": 5, "content_segments": 0, "sink": 4}}
+            reasons = error_of(await server.http.post(SESSIONS, json=wanted))["reasons"]
+            assert [reason.partition(":")[0] for reason in reasons][:2] == ["model", "budget"]
+            assert len(reasons) == 4
+
+    asyncio.run(scenario())
+
+
+FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code", "words"),
+    [
+        ({"content": "", "headers": TEXT}, 400, "empty_body", "got nothing"),
+        ({"content": b"\xff", "headers": TEXT}, 400, "not_utf8", "body: expected UTF-8"),
+        ({"content": "hi"}, 400, "bad_content_type", "got 'none'"),
+        ({"content": "hi", "headers": {"Content-Type": "text/html"}}, 400, "bad_content_type", "got 'text/html'"),
+        ({"content": "{", "headers": JSON}, 400, "bad_json", "expected JSON"),
+        ({"json": {"text": ""}}, 422, "invalid_fields", "text: "),
+        ({"json": {"text": "hi", "frame_index": -1}}, 422, "invalid_fields", "frame_index: "),
+        ({"json": {"text": "hi", "frame_index": "0"}}, 422, "invalid_fields", "frame_index: "),
+        ({"json": {"text": "hi", "frame_index": 1}, "params": {"frame_index": 0}}, 400, "two_indices", "got 0 in"),
+        ({"json": {"text": "hi"}, "params": {"frame_index": "x"}}, 422, "invalid_fields", "query.frame_index"),
+        ({"json": {"text": "hi"}, "params": {"stream": "x"}}, 422, "invalid_fields", "query.stream"),
+        ({"content": "no image", "headers": PNG}, 400, "bad_image", "expected a JPEG or PNG"),
+        ({"content": image_bytes()[:40], "headers": PNG}, 400, "bad_image", "cannot be decoded"),
+        ({"content": image_bytes(33, 33), "headers": PNG}, 413, "too_many_pixels", "got 33 x 33"),
+        ({"content": b"x", "headers": {"Content-Type": "multipart/form-data"}}, 400, "bad_form", "boundary"),
+        ({"content": b"x", "headers": FORM_HEAD}, 400, "bad_form", "Invalid multipart data"),
+        ({"files": {"picture": image_bytes()}}, 400, "bad_form", "unknown field 'picture'"),
+        ({"files": [("image", image_bytes())] * 2}, 400, "bad_form", "expected the field 'image' once"),
+        ({"files": {"image": image_bytes()}, "data": {"sampling": "{"}}, 400, "bad_json", "expected JSON"),
+        ({"files": {"image": image_bytes(), "text": b"\xff"}}, 400, "not_utf8", "text: expected UTF-8"),
+        ({"files": {"image": b"nothing"}}, 400, "bad_image", "expected a JPEG or PNG"),
+        ({"content": b"x" * 2000, "headers": TEXT}, 413, "body_too_large", "an announced length of 2000"),
+        ({"content": "hi", "headers": {**TEXT, "X-Session-ID": "a b"}}, 400, "bad_routing_key", "X-Session-ID"),
+        ({"content": "hi", "headers": {**TEXT, "X-Session-ID": "a" * 129}}, 400, "bad_routing_key", "129 characters"),
+        ({"content": "hi", "headers": {**TEXT, "X-Session-ID": ""}}, 400, "bad_routing_key", "0 characters"),
+    ],
+)
+def test_what_cannot_be_pushed(request_: dict[str, Any], status: int, code: str, words: str) -> None:
+    async def scenario() -> None:
+        async with served(max_body_bytes=1500, max_frame_pixels=32 * 32) as server:
+            path = await server.open()
+            answer = await server.http.post(f"{path}/frame", **request_)
+            error = error_of(answer)
+            assert (answer.status_code, error["code"]) == (status, code)
+            assert words in error["message"]
+            # The session is as it was, and the next chunk gets the index.
+            assert (await server.push(path, "hi", frame_index=0)).json()["frame_index"] == 0
+            assert len(server.engine.sessions[0].turns) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_body_without_a_length_is_cut_off_at_the_cap() -> None:
+    async def scenario() -> None:
+        num_read = 0
+
+        async def endless() -> Any:
+            nonlocal num_read
+            while True:
+                num_read += 1
+                yield b"x" * 100
+
+        async with served(max_body_bytes=1000) as server:
+            path = await server.open()
+            answer = await server.http.post(f"{path}/frame", content=endless(), headers=TEXT)
+            assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
+            assert num_read == 11
+
+    asyncio.run(scenario())
+
+
+def test_unknown_and_malformed_ids_look_alike() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            bodies = set()
+            for name in ("0" * 32, "x", "%00", "ä", "a" * 5000, "%2e%2e"):
+                for answer in (
+                    await server.http.get(f"{SESSIONS}/{name}"),
+                    await server.http.delete(f"{SESSIONS}/{name}"),
+                    await server.push(f"{SESSIONS}/{name}", "hi"),
+                ):
+                    assert answer.status_code == 404
+                    bodies.add(answer.text)
+            assert len(bodies) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_text_only_engine_says_so_and_names_its_model() -> None:
+    async def scenario() -> None:
+        async with served(FakeEngine(evolve(FACTS, takes_images=False))) as server:
+            path = await server.open()
+            answer = await server.http.post(f"{path}/frame", content=image_bytes(), headers=PNG)
+            assert (answer.status_code, error_of(answer)["code"]) == (400, "no_images")
+            assert "fake-model takes text only" in error_of(answer)["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "ends", "status", "code", "kind"),
+    [
+        (ChunkRefusedError("chunk_too_long", "too long"), False, 413, "chunk_too_long", "ChunkRefusedError"),
+        (ChunkRefusedError("no_room_now", "later"), False, 400, "no_room_now", "ChunkRefusedError"),
+        (PolicyUsageError(["one", "two"]), False, 400, "invalid", "PolicyUsageError"),
+        (CapacityError("full"), False, 503, "no_room", "CapacityError"),
+        (PolicyUsageError(["not", "admitted"]), True, 400, "invalid", "PolicyUsageError"),
+        (SessionFailedError("context_full", "it was full"), True, 409, "context_full", "SessionFailedError"),
+    ],
+)
+def test_what_the_engine_says_becomes_an_answer(
+    error: Exception,
+    ends: bool,
+    status: int,
+    code: str,
+    kind: str,  # noqa: FBT001 - a table
+) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.script.append(error)
+            server.engine.errors_end_sessions = ends
+            answer = await server.push(path, "hi", frame_index=0)
+            found = error_of(answer)
+            assert (answer.status_code, found["code"], found["type"]) == (status, code, kind)
+            again = await server.push(path, "hi", frame_index=0)
+            if ends:
+                assert (again.status_code, error_of(again)["type"][:7]) == (409, "Session")
+                assert found["reasons"][-1] in error_of(again)["message"]
+            else:
+                # A refused chunk has no index: the next one gets it.
+                assert again.json()["frame_index"] == 0
+                assert (await server.http.get(path)).json()["refused"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.script.append(RuntimeError("a secret"))
+            answer = await server.push(path, "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+            assert "RuntimeError" in answer.text
+            assert "secret" not in answer.text
+            later = await server.push(path, "hi")
+            assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
+            assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_unexpected_error_of_a_route_has_the_shape_too() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+
+            def broken(**_: Any) -> Any:
+                raise RuntimeError("a secret")
+
+            server.engine.open_session = broken  # type: ignore[method-assign] # a fault that nothing else can cause
+            answer = await server.http.post(SESSIONS, headers={"X-Session-ID": "k"})
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+            assert answer.headers["x-session-id"] == "k"
+            assert "secret" not in answer.text
+
+    asyncio.run(scenario())
+
+
+def test_there_is_no_room_and_the_sum_is_in_the_message() -> None:
+    async def scenario() -> None:
+        async with served(FakeEngine(evolve(FACTS, num_pool_blocks=150)), idle_timeout_s=30) as server:
+            path = await server.open(retention={"total_tokens": 1600})
+            answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
+            assert "may need 100 and this one 64, together 164, and the engine has 150" in error_of(answer)["message"]
+            assert answer.headers["retry-after"] == "30"
+            assert [session.num_closes for session in server.engine.sessions] == [0, 1]
+            await server.http.delete(path)
+            await server.open(retention={"total_tokens": 1024})
+
+    asyncio.run(scenario())
+
+
+def test_there_are_too_many_sessions() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=1) as server:
+            await server.open(retention={"total_tokens": 1024})
+            answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
+            assert "1 are open and at most 1 may be" in error_of(answer)["message"]
+            assert answer.headers["retry-after"] == "60"
+
+    asyncio.run(scenario())

@@ -1,0 +1,211 @@
+"""Opening, pushing, asking and closing over HTTP: what goes well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from kvpolicy.adapters.http.port import ImageTurn
+from tests.unit.http.serving import PNG, SESSIONS, TEXT, image_bytes, served
+
+
+def test_a_session_is_opened_fed_asked_and_closed() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            opened = await server.http.post(
+                SESSIONS,
+                json={
+                    "model": "fake-model",
+                    "system_prompt": "Be short.",
+                    "retention": {"total_tokens": 2048},
+                    "sampling": {"temperature": 0.0},
+                    "priority": 3,
+                },
+            )
+            body = opened.json()
+            assert opened.status_code == 201
+            assert body["model"] == "fake-model"
+            assert body["max_blocks"] == 128
+            assert body["retention"]["total_tokens"] == 2048
+            assert body["retention"]["content_segments"] == 30
+            assert body["sampling"] == {
+                "max_tokens": 24,
+                "temperature": 0.0,
+                "top_p": 0.9,
+                "repetition_penalty": 1.1,
+                "frequency_penalty": 0.0,
+            }
+            assert server.engine.opened == [
+                {"system_prompt": "Be short.", "retention": body["retention"], "priority": 3}
+            ]
+            path = f"{SESSIONS}/{body['session_id']}"
+            pushed = await server.push(path, "one two three")
+            assert pushed.status_code == 200
+            assert pushed.json() == {
+                "session_id": body["session_id"],
+                "frame_index": 0,
+                "text": "one two three ",
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "chunk_tokens": 3,
+                "reply_tokens": 3,
+                "ttft_s": 0.01,
+                "latency_s": 0.02,
+                "evicted_tokens": 0,
+                "resident_tokens": 6,
+                "blocks": 1,
+                "consolidated": False,
+            }
+            server.clock.now_s += 5
+            status = (await server.http.get(path)).json()
+            assert status == {
+                "session_id": body["session_id"],
+                "state": "idle",
+                "reason": None,
+                "frames": 1,
+                "refused": 0,
+                "reply_tokens": 3,
+                "resident_tokens": 6,
+                "blocks": 1,
+                "max_blocks": 128,
+                "evictions": 0,
+                "evicted_tokens": 0,
+                "consolidations": 0,
+                "parks": 0,
+                "segments": [{"kind": "anchor", "tokens": 3}, {"kind": "content", "tokens": 3}],
+                "age_s": 5.0,
+                "idle_s": 5.0,
+            }
+            closed = await server.http.delete(path)
+            assert closed.json() == {"session_id": body["session_id"], "frames": 1, "closed": True}
+            assert (await server.http.delete(path)).json() == closed.json()
+            assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_everything_has_a_default_and_null_keeps_everything() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            default = (await server.http.post(SESSIONS)).json()
+            assert default["retention"]["total_tokens"] == 5678  # floor(0.7 * 8192) - 24 - 2 * 16
+            unbounded = (await server.http.post(SESSIONS, json={"retention": None})).json()
+            assert unbounded["retention"] is None
+            assert server.engine.opened[1]["retention"] is None
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_comes_in_five_forms_under_two_names() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            png, jpeg = image_bytes(8, 6), image_bytes(10, 4, kind="JPEG")
+            answers = [
+                await server.http.post(
+                    f"{path}/frames", content="hello", headers={"Content-Type": "Text/Plain; charset=utf-8"}
+                ),
+                await server.http.post(f"{path}/frame", json={"text": "hello there", "sampling": {"max_tokens": 5}}),
+                await server.http.post(f"{path}/frame", content=png, headers=PNG),
+                # Its type is told by its first bytes, not by what the client says.
+                await server.http.post(f"{path}/frame", content=jpeg, headers=PNG),
+                await server.http.post(
+                    f"{path}/frame", files={"image": png}, data={"text": "what?", "sampling": '{"seed": 1}'}
+                ),
+                await server.http.post(f"{path}/frame", files={"image": png, "text": "as a file"}),
+            ]
+            texts = [answer.json()["text"] for answer in answers]
+            assert texts == ["hello ", "hello there ", "8x6 ", "10x4 ", "8x6 what? ", "8x6 as a file "]
+            assert [answer.json()["frame_index"] for answer in answers] == list(range(6))
+            session = server.engine.sessions[0]
+            turn = session.turns[2]
+            assert isinstance(turn, ImageTurn)
+            assert turn.image.mode == "RGB"
+            base = {
+                "max_tokens": 24,
+                "temperature": 0.3,
+                "top_p": 0.9,
+                "repetition_penalty": 1.1,
+                "frequency_penalty": 0,
+            }
+            assert session.samplings == [None, {**base, "max_tokens": 5}, None, None, {**base, "seed": 1}, None]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ask", ["query", "body"])
+def test_a_streamed_reply_is_pieces_and_then_the_whole(ask: str) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            if ask == "query":
+                answer = await server.push(path, "one two", stream=True)
+            else:
+                answer = await server.http.post(f"{path}/frame", json={"text": "one two", "stream": True})
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            events = answer.text.split("\n\n")
+            assert events[:2] == ['data: {"text": "one "}', 'data: {"text": "two "}']
+            head, _, data = events[2].partition("\n")
+            assert head == "event: reply"
+            assert json.loads(data.removeprefix("data: "))["text"] == "one two "
+            assert events[3:] == [""]
+
+    asyncio.run(scenario())
+
+
+def test_the_routing_key_is_echoed_on_every_route_and_on_errors() -> None:
+    async def scenario() -> None:
+        key = {"X-Session-ID": "camera-7"}
+        async with served() as server:
+            opened = await server.http.post(SESSIONS, headers=key)
+            path = f"{SESSIONS}/{opened.json()['session_id']}"
+            answers = [
+                opened,
+                await server.http.post(f"{path}/frame", content="hi", headers={**TEXT, **key}),
+                await server.http.post(f"{path}/frame?stream=1", content="hi", headers={**TEXT, **key}),
+                await server.http.get(path, headers=key),
+                await server.http.delete(path, headers=key),
+                await server.http.get("/v1/streaming/config", headers=key),
+                await server.http.get("/v1/streaming/console", headers=key),
+                await server.http.post(f"{path}/frame", content="hi", headers={**TEXT, **key}),
+            ]
+            assert [answer.status_code for answer in answers] == [201, 200, 200, 200, 200, 200, 200, 409]
+            assert {answer.headers["x-session-id"] for answer in answers} == {"camera-7"}
+            assert "x-session-id" not in (await server.http.get("/v1/streaming/config")).headers
+
+    asyncio.run(scenario())
+
+
+def test_the_config_names_defaults_limits_and_the_engine() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=3) as server:
+            body = (await server.http.get("/v1/streaming/config")).json()
+            assert body["model"] == "fake-model"
+            assert body["engine"] == {
+                "context_limit": 8192,
+                "trained_range": 8192,
+                "block_size": 16,
+                "num_pool_blocks": 1000,
+            }
+            assert body["limits"]["max_sessions"] == 3
+            assert body["limits"]["max_body_bytes"] == 8 * 1024 * 1024
+            assert body["sampling"]["max_tokens"] == 24
+            assert body["retention"]["content_segments"] == 30
+            page = await server.http.get("/v1/streaming/console")
+            assert page.headers["content-type"].startswith("text/html")
+            # Nothing lists the sessions.
+            assert (await server.http.get(SESSIONS)).status_code == 405
+
+    asyncio.run(scenario())
+
+
+def test_ids_are_long_and_all_different() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            ids = [(await server.open()).rpartition("/")[2] for _ in range(2)]
+            assert len(set(ids)) == 2
+            assert all(len(session_id) == 32 for session_id in ids)
+
+    asyncio.run(scenario())

@@ -1,0 +1,39 @@
+"""The limits: their defaults, and every mistake at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpolicy.adapters.http.settings import ServerSettings
+from kvpolicy.core.errors import PolicyUsageError
+
+
+def test_the_defaults() -> None:
+    settings = ServerSettings()
+    assert settings.max_body_bytes == 8 * 1024 * 1024
+    assert settings.max_frame_pixels == 4 * 1024 * 1024
+    assert (settings.enqueue_deadline_s, settings.reply_deadline_s, settings.close_deadline_s) == (120, 120, 10)
+    assert (settings.idle_timeout_s, settings.reaper_period_s, settings.tombstone_s) == (900, 60, 60)
+    assert settings.max_sessions is None
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    with pytest.raises(PolicyUsageError) as caught:
+        ServerSettings(
+            max_body_bytes=0,
+            max_frame_pixels=1.5,  # type: ignore[arg-type] # the mistake
+            enqueue_deadline_s=float("nan"),
+            idle_timeout_s=-1,
+            max_sessions=0,
+            top_p=0,
+            frequency_penalty=3,
+        )
+    assert caught.value.reasons == (
+        "settings.max_body_bytes: expected an integer >= 1, got 0",
+        "settings.max_frame_pixels: expected an integer >= 1, got 1.5",
+        "settings.max_sessions: expected an integer >= 1 or None, got 0",
+        "settings.enqueue_deadline_s: expected seconds > 0, got nan",
+        "settings.idle_timeout_s: expected seconds > 0, got -1",
+        "settings.top_p: expected a number in (0, 1], got 0",
+        "settings.frequency_penalty: expected a number from -2 to 2, got 3",
+    )
