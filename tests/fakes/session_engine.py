@@ -36,7 +36,7 @@ class FakeSession:
         self.samplings: list[Mapping[str, Any] | None] = []
         self.num_closes = 0
         self._engine = engine
-        self._ended: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[Any] | None = None
         self._error: Exception | None = None
         self._has_pushed = False
         self._stats = SessionStats()
@@ -122,11 +122,13 @@ class FakeSession:
         assert ended is not None
         if hold is None:
             return
-        waiting = asyncio.ensure_future(hold.wait())
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(hold.wait())
+        self._engine.waiting.add(self)
         try:
-            await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
+            self._engine.waiting.discard(self)
 
     def _count(self, text: str, num_tokens: int) -> Reply:
         limit = int((self.retention or {"total_tokens": 10**9})["total_tokens"])
@@ -164,6 +166,7 @@ class FakeEngine:
     def __init__(self, facts: EngineFacts = FACTS) -> None:
         self.sessions: list[FakeSession] = []
         self.live: set[FakeSession] = set()
+        self.waiting: set[FakeSession] = set()
         self.opened: list[dict[str, Any]] = []
         # What the next pushes come to, before their reply: an error to raise, or None.
         self.script: deque[Exception | None] = deque()

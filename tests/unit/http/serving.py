@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import socket
@@ -20,7 +21,7 @@ from kvpolicy.adapters.http.settings import ServerSettings
 from tests.fakes.session_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 SESSIONS = "/v1/streaming/sessions"
 TEXT = {"Content-Type": "text/plain"}
@@ -104,12 +105,19 @@ def loopback(engine: FakeEngine, **settings: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the server does not stop"
 
 
-def wait_until(holds: Any) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     """Wait until something holds that another thread brings about."""
     end_s = time.monotonic() + _PATIENCE_S
     while not holds():
         assert time.monotonic() < end_s, "it never came to hold"
         time.sleep(0.005)
+
+
+async def come_true(holds: Callable[[], bool]) -> None:
+    """Let the loop run until something holds."""
+    async with asyncio.timeout(_PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.001)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 from kvpolicy.core.errors import SessionFailedError
 from tests.fakes.session_engine import FakeEngine
-from tests.unit.http.serving import PNG, SESSIONS, Served, error_of, image_bytes, served
+from tests.unit.http.serving import PNG, SESSIONS, Served, come_true, error_of, image_bytes, served
+
+if TYPE_CHECKING:
+    import httpx
 
 
 async def _pending(server: Served, path: str, text: str = "first chunk") -> asyncio.Task[httpx.Response]:
     """Push a chunk that stays pending until ``hold_pushes`` is set."""
     server.engine.hold_pushes = asyncio.Event()
     task = asyncio.create_task(server.push(path, text))
-    while (await server.http.get(path)).json()["state"] != "pending":
-        await asyncio.sleep(0)
+    await come_true(lambda: len(server.engine.waiting) == 1)
     return task
 
 
@@ -49,10 +51,11 @@ def test_other_sessions_go_on_while_one_is_pending() -> None:
             # Room for both: the default total would not leave it.
             paths = [await server.open(retention={"total_tokens": 2048}) for _ in range(2)]
             first = await _pending(server, paths[0])
-            server.engine.hold_pushes, held = None, server.engine.hold_pushes
-            assert (await server.push(paths[1], "hi")).status_code == 200
-            assert held is not None
-            held.set()
+            server.engine.pieces_before_hold = 1
+            second = asyncio.create_task(server.push(paths[1], "hi there", stream=True))
+            await come_true(lambda: len(server.engine.waiting) == 2)
+            _go_on(server)
+            assert (await second).status_code == 200
             assert (await first).status_code == 200
 
     asyncio.run(scenario())
@@ -222,8 +225,7 @@ def test_what_the_engine_has_ended_gives_its_place_back_by_itself() -> None:
         async with served(reaper_period_s=0.02) as server:
             path = await server.open()
             server.engine.sessions[0].break_down(SessionFailedError("engine", "gone"))
-            while server.engine.live:
-                await asyncio.sleep(0.01)
+            await come_true(lambda: not server.engine.live)
             answer = await server.push(path, "hi")
             assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_failed")
 
@@ -294,8 +296,7 @@ def test_the_reaper_runs_by_itself_and_spares_what_is_pending() -> None:
             paths = [await server.open(retention={"total_tokens": 2048}) for _ in range(2)]
             first = await _pending(server, paths[0])
             server.clock.now_s += 101
-            while len(server.engine.live) == 2:
-                await asyncio.sleep(0.01)
+            await come_true(lambda: len(server.engine.live) == 1)
             assert (await server.http.get(paths[0])).json()["state"] == "pending"
             assert (await server.http.get(paths[1])).json()["state"] == "ended"
             _go_on(server)

@@ -85,7 +85,7 @@ def test_a_client_that_asks_again_before_its_old_connection_is_gone_loses_nothin
         assert refused.json()["error"]["code"] == "frame_differs"
         old.close()
         assert http.get(path).json()["state"] == "pending"
-        engine.hold_pushes._loop.call_soon_threadsafe(engine.hold_pushes.set)  # type: ignore[attr-defined] # noqa: SLF001
+        engine.hold_pushes._loop.call_soon_threadsafe(engine.hold_pushes.set)  # type: ignore[attr-defined]
         received = b""
         while b"event: reply" not in received:
             received += new.recv(4096)

@@ -173,10 +173,10 @@ def test_a_text_only_engine_says_so_and_names_its_model() -> None:
 )
 def test_what_the_engine_says_becomes_an_answer(
     error: Exception,
-    ends: bool,
+    ends: bool,  # noqa: FBT001 - a table
     status: int,
     code: str,
-    kind: str,  # noqa: FBT001 - a table
+    kind: str,
 ) -> None:
     async def scenario() -> None:
         async with served() as server:

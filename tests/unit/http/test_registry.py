@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 from attrs import evolve
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvpolicy.adapters.http.bodies import Frame
+from kvpolicy.adapters.http.errors import ApiError
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.schemas import OpenRequest
 from kvpolicy.adapters.http.settings import ServerSettings
-from kvpolicy.adapters.http.bodies import Frame
-from kvpolicy.adapters.http.errors import ApiError
 from kvpolicy.core.errors import ChunkRefusedError, SessionFailedError
-from tests.fakes.session_engine import FACTS, FakeEngine, FakeSession
+from tests.fakes.session_engine import FACTS, FakeEngine
 from tests.unit.http.serving import Clock
 
 MAX_SESSIONS, POOL = 3, 200

@@ -215,7 +215,28 @@ _FRAME_BODIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "description": "One event.",
+    "required": ["data"],
+    "properties": {
+        "event": {
+            "enum": ["message", "reply", "error"],
+            "description": "Left out (which means message) for a piece of text; reply is the last of a good stream.",
+        },
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "description": '`{"text": ...}`, a whole reply, or an error.',
+        },
+    },
+}
 _EVENT_STREAM: dict[str, Any] = {
     "description": "The reply; with `stream`, as server-sent events.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {
+        "text/event-stream": {
+            "schema": _EVENT,
+            "example": 'data: {"text": "A cat."}\n\nevent: reply\ndata: {"frame_index": 0, ...}\n\n',
+        }
+    },
 }

@@ -1,0 +1,327 @@
+"""Both clients against the session frontend, and against connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from kvpolicy.adapters.http.frontend import SessionFrontend
+from kvpolicy.adapters.http.settings import ServerSettings
+from kvpolicy.client import (
+    AsyncSessionClient,
+    FrameReply,
+    SessionApiError,
+    SessionClient,
+    SessionConnectionError,
+)
+from kvpolicy.client.values import Segment
+from kvpolicy.core.errors import (
+    CapacityError,
+    ChunkRefusedError,
+    PolicyUsageError,
+    SessionClosedError,
+    SessionFailedError,
+)
+from tests.fakes.session_engine import FakeEngine
+from tests.unit.http.serving import image_bytes, loopback, make_app, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> Iterator[SessionClient]:
+    with loopback(engine, max_sessions=2, reply_deadline_s=5) as address, SessionClient(address) as client:
+        yield client
+
+
+def test_a_session_from_opening_to_closing(engine: FakeEngine, client: SessionClient) -> None:
+    with client.open(
+        system_prompt="Be short.",
+        retention={"total_tokens": 2048},
+        sampling={"temperature": 0.0},
+        priority=2,
+        model="fake-model",
+    ) as session:
+        assert session.opened.max_blocks == 128
+        assert session.opened.sampling["temperature"] == 0.0
+        first = session.push("one two")
+        assert isinstance(first, FrameReply)
+        assert (first.text, first.frame_index, first.chunk_tokens) == ("one two ", 0, 2)
+        assert session.push(image_bytes(8, 6)).text == "8x6 "
+        assert session.push(image_bytes(8, 6, kind="JPEG"), text="what?", sampling={"seed": 1}).text == "8x6 what? "
+        assert list(session.stream("three four")) == ["three ", "four "]
+        assert session.last_reply is not None
+        assert (session.last_reply.text, session.last_reply.frame_index) == ("three four ", 3)
+        status = session.status()
+        assert (status.state, status.frames, status.session_id) == ("idle", 4, session.id)
+        assert status.segments[0] == Segment("anchor", 2)
+    assert session.status().state == "ended"
+    assert session.close() is True
+    assert not engine.live
+    assert engine.sessions[0].samplings[2] is not None
+    assert engine.sessions[0].samplings[2]["seed"] == 1
+
+
+def test_what_is_unset_is_left_to_the_server_and_none_is_a_value(client: SessionClient) -> None:
+    with client.open() as session:
+        assert session.opened.retention is not None
+        assert session.opened.retention["total_tokens"] == 5678
+    with client.open(retention=None) as session:
+        assert session.opened.retention is None
+
+
+def test_errors_of_the_server_are_errors_of_the_core(engine: FakeEngine, client: SessionClient) -> None:
+    with pytest.raises(PolicyUsageError, match="unknown key 'total_token'"):
+        client.open(retention={"total_token": 5})
+    with client.open(retention={"total_tokens": 1024}) as session:
+        with client.open(retention={"total_tokens": 1024}), pytest.raises(CapacityError, match="at most 2 may be"):
+            client.open()
+        engine.script.append(ChunkRefusedError("chunk_too_long", "it is too long"))
+        with pytest.raises(ChunkRefusedError, match="it is too long") as refused:
+            session.push("hi")
+        assert refused.value.code == "chunk_too_long"
+        engine.script.append(ChunkRefusedError("full", "it is full"))
+        with pytest.raises(ChunkRefusedError):
+            list(session.stream("hi"))
+        assert session.push("hi").frame_index == 0
+        with pytest.raises(PolicyUsageError, match="at most 8388608 bytes"):
+            session.push("x" * 9_000_000)
+        engine.script.append(SessionFailedError("context_full", "it was full"))
+        engine.errors_end_sessions = True
+        with pytest.raises(SessionFailedError, match="it was full"):
+            session.push("hi")
+        with pytest.raises(SessionFailedError, match="it was full"):
+            session.push("hi")
+
+
+def test_a_session_that_was_closed_elsewhere(client: SessionClient) -> None:
+    session = client.open()
+    session.close()
+    with pytest.raises(SessionClosedError, match="its client closed it"):
+        session.push("hi")
+    session.id = "another"
+    with pytest.raises(SessionApiError, match="404 unknown_session") as caught:
+        session.push("hi")
+    assert (caught.value.status, caught.value.code) == (404, "unknown_session")
+    copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
+    assert str(copy) == str(caught.value)
+    assert session.close() is True
+
+
+def test_a_pending_chunk_is_an_error_of_its_own(engine: FakeEngine, client: SessionClient) -> None:
+    session = client.open()
+    engine.pieces_before_hold = 1
+    engine.hold_pushes = asyncio.Event()
+    pieces = session.stream("one two")
+    assert next(pieces) == "one "
+    with pytest.raises(SessionApiError) as caught:
+        session.push("another")
+    assert caught.value.code == "frame_differs"
+    # Leaving early disconnects, and that closes the session.
+    pieces.close()
+    wait_until(lambda: not engine.live)
+    with pytest.raises(SessionClosedError, match="the client disconnected"):
+        session.push("one two")
+
+
+def test_an_error_in_mid_stream(engine: FakeEngine, client: SessionClient) -> None:
+    session = client.open()
+    engine.pieces_before_hold = 1
+    engine.hold_pushes = asyncio.Event()
+    pieces = session.stream("one two")
+    assert next(pieces) == "one "
+    session.close()
+    with pytest.raises(SessionClosedError, match="its client closed it"):
+        next(pieces)
+
+
+@pytest.mark.parametrize(
+    ("turn", "text", "words"), [("hi", "and more", "text: expected none"), (b"no image", "", "turn: expected text, or")]
+)
+def test_a_turn_that_is_none_is_not_sent(client: SessionClient, turn: str | bytes, text: str, words: str) -> None:
+    with client.open() as session, pytest.raises(PolicyUsageError, match=words):
+        session.push(turn, text=text)
+
+
+REPLY = {
+    "session_id": "s",
+    "frame_index": 0,
+    "text": "hi",
+    "finish_reason": "stop",
+    "stop_reason": None,
+    "chunk_tokens": 1,
+    "reply_tokens": 1,
+    "ttft_s": 0.1,
+    "latency_s": 0.2,
+    "evicted_tokens": 0,
+    "resident_tokens": 2,
+    "blocks": 1,
+    "consolidated": False,
+    "a_field_of_a_newer_server": 1,
+}
+OPENED = {"session_id": "s", "model": "m", "max_blocks": 1, "retention": None, "sampling": {}}
+
+
+def _scripted(*script: httpx.Response | Exception) -> tuple[SessionClient, list[httpx.Request]]:
+    """Return a client whose requests, after the opening, meet the script."""
+    requests: list[httpx.Request] = []
+    answers: list[Any] = [httpx.Response(201, json=OPENED), *script]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        request.read()
+        requests.append(request)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, httpx.Response)
+        return answer
+
+    client = SessionClient("http://test", api_key="key", transport=httpx.MockTransport(handle))
+    return client, requests
+
+
+def test_every_request_has_the_key_and_the_same_routing_key() -> None:
+    client, requests = _scripted(httpx.Response(200, json=REPLY), httpx.Response(200, json={"closed": True}))
+    with client, client.open(routing_key="camera-7") as session:
+        session.push("hi")
+    assert {request.headers["authorization"] for request in requests} == {"Bearer key"}
+    assert {request.headers["x-session-id"] for request in requests} == {"camera-7"}
+    client, requests = _scripted(httpx.Response(200, json={"closed": True}))
+    with client, client.open() as session:
+        assert len(session.routing_key) == 16
+    assert {request.headers["x-session-id"] for request in requests} == {session.routing_key}
+
+
+@pytest.mark.parametrize("broken", [httpx.ReadError("gone"), httpx.RemoteProtocolError("half an answer")])
+@pytest.mark.parametrize("streams", ["push", "stream"])
+def test_a_push_is_sent_once_more_under_the_same_index(broken: Exception, streams: str) -> None:
+    events = f'data: {{"text": "hi"}}\n\nevent: reply\ndata: {httpx.Response(200, json=REPLY).text}\n\n'
+    good = httpx.Response(200, json=REPLY) if streams == "push" else httpx.Response(200, text=events)
+    client, requests = _scripted(broken, good)
+    session = client.open()
+    if streams == "push":
+        assert session.push("hi").text == "hi"
+    else:
+        assert list(session.stream("hi")) == ["hi"]
+    assert [request.url.params["frame_index"] for request in requests[1:]] == ["0", "0"]
+    assert requests[1].content == requests[2].content
+    client, requests = _scripted(broken, broken)
+    session = client.open()
+    with pytest.raises(SessionConnectionError, match="POST /v1/streaming/sessions/s/frame"):
+        session.push("hi") if streams == "push" else list(session.stream("hi"))
+    assert len(requests) == 3
+
+
+def test_what_is_late_is_not_sent_again() -> None:
+    client, requests = _scripted(httpx.ReadTimeout("late"))
+    with pytest.raises(SessionConnectionError, match="ReadTimeout: late"):
+        client.open().push("hi")
+    assert len(requests) == 2
+
+
+def test_a_stream_that_just_ends_is_no_reply() -> None:
+    client, _ = _scripted(httpx.Response(200, text=': comment\n\nevent: other\ndata: {}\n\ndata: {"text": "h"}\n\n'))
+    with pytest.raises(SessionConnectionError, match="before the reply was complete"):
+        list(client.open().stream("hi"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.Response(401, json={"error": "Unauthorized"}), "401 unknown: .*Unauthorized"),
+        (httpx.Response(502, text="<html>bad gateway"), "502 unknown: <html>bad gateway"),
+        (httpx.Response(200, text="not json"), "200 unknown: not json"),
+        (
+            httpx.Response(409, json={"error": {"message": "m", "type": "New", "code": "c", "reasons": ["m"]}}),
+            "409 c: m",
+        ),
+    ],
+)
+def test_answers_of_others_are_errors_too(answer: httpx.Response, words: str) -> None:
+    client, _ = _scripted(answer)
+    with pytest.raises(SessionApiError, match=words):
+        client.open().push("hi")
+
+
+def test_an_error_of_the_block_is_not_hidden_by_one_of_closing() -> None:
+    client, _ = _scripted(httpx.ReadTimeout("late"))
+    with pytest.raises(ZeroDivisionError), client.open():
+        raise ZeroDivisionError
+    client, _ = _scripted(httpx.ReadTimeout("late"))
+    with pytest.raises(SessionConnectionError), client.open():
+        pass
+
+
+def test_the_asynchronous_client_does_the_same() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        app = make_app(SessionFrontend(ServerSettings(max_sessions=1)), engine)
+        async with (
+            app.router.lifespan_context(app),
+            AsyncSessionClient("http://test", transport=httpx.ASGITransport(app)) as client,
+        ):
+            async with await client.open(system_prompt="Be short.", retention={"total_tokens": 2048}) as session:
+                assert (await session.push("one two")).text == "one two "
+                assert (await session.push(image_bytes(), text="what?")).frame_index == 1
+                async with aclosing(session.stream("three four")) as pieces:
+                    assert [piece async for piece in pieces] == ["three ", "four "]
+                assert session.last_reply is not None
+                assert session.last_reply.frame_index == 2
+                assert (await session.status()).frames == 3
+                with pytest.raises(CapacityError):
+                    await client.open()
+                engine.script.append(ChunkRefusedError("full", "it is full"))
+                with pytest.raises(ChunkRefusedError):
+                    await session.push("hi")
+                engine.script.append(ChunkRefusedError("full", "it is full"))
+                with pytest.raises(ChunkRefusedError):
+                    _ = [piece async for piece in session.stream("hi")]
+            assert not engine.live
+            with pytest.raises(SessionClosedError):
+                await session.push("hi")
+            session.id = "another"
+            assert await session.close() is True
+
+    asyncio.run(scenario())
+
+
+def test_the_asynchronous_client_tries_once_more_too() -> None:
+    async def scenario() -> None:
+        answers: list[Any] = [
+            httpx.Response(201, json=OPENED),
+            httpx.ReadError("gone"),
+            httpx.Response(200, json=REPLY),
+            httpx.ReadError("gone"),
+            httpx.ReadError("gone"),
+            httpx.ReadTimeout("late"),
+        ]
+
+        def handle(_: httpx.Request) -> httpx.Response:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            assert isinstance(answer, httpx.Response)
+            return answer
+
+        async with AsyncSessionClient("http://test", transport=httpx.MockTransport(handle)) as client:
+            session = await client.open()
+            assert (await session.push("hi")).text == "hi"
+            with pytest.raises(SessionConnectionError):
+                _ = [piece async for piece in session.stream("hi")]
+            with pytest.raises(ZeroDivisionError):
+                async with session:
+                    raise ZeroDivisionError
+            assert not answers
+
+    asyncio.run(scenario())

@@ -1,0 +1,144 @@
+"""What Prometheus and the log show."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from kvpolicy.adapters.http import log
+from kvpolicy.core.errors import ChunkRefusedError
+from tests.fakes.session_engine import FakeEngine
+from tests.unit.http.serving import SESSIONS, served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LABEL = {"model_name": "fake-model"}
+
+
+def _value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"kvpolicy:session_{name}", {**LABEL, **labels}) or 0.0
+
+
+def test_the_metrics_follow_the_sessions() -> None:
+    counters: list[tuple[str, dict[str, str]]] = [
+        ("chunks_total", {}),
+        ("evicted_tokens_total", {}),
+        ("consolidations_total", {}),
+        ("refused_chunks_total", {"code": "full"}),
+        ("refused_opens_total", {}),
+        ("timeouts_total", {"deadline": "reply"}),
+        ("closes_total", {"reason": "reply_deadline"}),
+        ("closes_total", {"reason": "client"}),
+        ("chunk_ttft_seconds_count", {}),
+        ("chunk_latency_seconds_count", {}),
+    ]
+
+    async def scenario() -> list[float]:
+        async with served(max_sessions=2, reply_deadline_s=0.05) as server:
+            before = [_value(name, **labels) for name, labels in counters]
+            small = {"total_tokens": 1024}
+            first, second = [await server.open(retention=small) for _ in range(2)]
+            assert (await server.http.post(SESSIONS)).status_code == 503
+            await server.push(first, "word " * 400)
+            server.engine.consolidates = True
+            await server.push(first, "word " * 400)
+            assert _value("open", state="idle") == 2
+            assert (_value("resident_tokens"), _value("resident_blocks")) == (1024, 64)
+            server.engine.script.append(ChunkRefusedError("full", "it is full"))
+            await server.push(first, "hi")
+            server.engine.hold_pushes = asyncio.Event()
+            pending = asyncio.create_task(server.push(second, "hi"))
+            while _value("open", state="pending") != 1:  # noqa: ASYNC110 - the gauge is what is tested
+                await asyncio.sleep(0)
+            assert (await pending).status_code == 503
+            await server.http.delete(first)
+            assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [0, 0, 0]
+            assert _value("resident_tokens") == 0
+            return [_value(name, **labels) - old for (name, labels), old in zip(counters, before, strict=True)]
+
+    assert asyncio.run(scenario()) == [2, 576, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """Catch what the log writes."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("kvpolicy.http")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_the_log_has_one_event_each_and_never_a_text_or_an_id(lines: io.StringIO) -> None:
+    async def scenario() -> str:
+        engine = FakeEngine()
+        async with served(engine) as server:
+            path = await server.open(system_prompt="secret prompt")
+            await server.push(path, "secret words")
+            engine.script.append(ChunkRefusedError("full", "no room"))
+            await server.push(path, "secret words")
+            await server.http.delete(path)
+            return path.rpartition("/")[2]
+
+    session_id = asyncio.run(scenario())
+    written = lines.getvalue()
+    assert "secret" not in written
+    assert session_id not in written
+    events: list[dict[str, Any]] = [json.loads(line) for line in written.splitlines()]
+    assert [event["event"] for event in events] == [
+        "session.opened",
+        "chunk.answered",
+        "chunk.refused",
+        "session.closed",
+    ]
+    assert {event["session"] for event in events} == {session_id[:8]}
+    assert events[1]["reply_tokens"] == 2
+    assert events[2]["code"] == "full"
+    assert (events[3]["reason"], events[3]["frames"], events[3]["refused"]) == ("client", 1, 1)
+
+
+def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.script.append(RuntimeError("for the log"))
+            await server.push(path, "hi")
+
+    asyncio.run(scenario())
+    (fault,) = [event for event in map(json.loads, lines.getvalue().splitlines()) if event["event"] == "request.failed"]
+    assert "RuntimeError: for the log" in fault["exception"]
+
+
+def test_lines_are_for_people_on_a_terminal(lines: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log.make_logger().info("some.event", number=1)
+    assert lines.getvalue().startswith("event='some.event' ")
+
+
+def test_a_program_can_have_it_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("kvpolicy.http")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    level = logger.level
+    try:
+        log.write_to_stderr()
+        log.write_to_stderr()
+        log.make_logger().info("some.event")
+        assert json.loads(stream.getvalue())["event"] == "some.event"
+    finally:
+        logger.handlers.clear()
+        logger.setLevel(level)
+        logger.propagate = True
