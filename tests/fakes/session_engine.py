@@ -122,6 +122,9 @@ class FakeSession:
         assert ended is not None
         if hold is None:
             return
+        if self._engine.pushes_outlive_closes:
+            await hold.wait()
+            return
         waiting: asyncio.Future[Any] = asyncio.ensure_future(hold.wait())
         self._engine.waiting.add(self)
         try:
@@ -175,6 +178,7 @@ class FakeEngine:
         # While these are set events that have not happened, pushes (after some pieces) and closes wait.
         self.hold_pushes: asyncio.Event | None = None
         self.pieces_before_hold = 0
+        self.pushes_outlive_closes = False
         self.hold_closes: asyncio.Event | None = None
         self.close_error: Exception | None = None
         self._facts = facts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import uvicorn
 from attrs import define, frozen
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from PIL import Image
 
 from kvpolicy.adapters.http.frontend import SessionFrontend
@@ -21,7 +21,7 @@ from kvpolicy.adapters.http.settings import ServerSettings
 from tests.fakes.session_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 SESSIONS = "/v1/streaming/sessions"
 TEXT = {"Content-Type": "text/plain"}
@@ -48,6 +48,7 @@ class Served:
     engine: FakeEngine
     frontend: SessionFrontend
     clock: Clock
+    app: FastAPI
 
     async def open(self, **wanted: Any) -> str:
         """Open a session; return its path."""
@@ -84,13 +85,19 @@ async def served(engine: FakeEngine | None = None, **settings: Any) -> AsyncIter
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http,
     ):
-        yield Served(http, engine, frontend, clock)
+        yield Served(http, engine, frontend, clock, app)
 
 
 @contextlib.contextmanager
-def loopback(engine: FakeEngine, **settings: Any) -> Iterator[str]:
-    """Serve with a real server in a thread; yield its address."""
+def loopback(engine: FakeEngine, *, behind_middleware: bool = False, **settings: Any) -> Iterator[str]:
+    """Serve with a real server in a thread, perhaps behind middleware that wraps its channels; yield its address."""
     app = make_app(SessionFrontend(ServerSettings(**settings)), engine)
+    if behind_middleware:
+
+        @app.middleware("http")
+        async def pass_on(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+            return await call_next(request)
+
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=2))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

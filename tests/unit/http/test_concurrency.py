@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpolicy.core.errors import SessionFailedError
+from kvpolicy.adapters.http.frontend import SessionFrontend
+from kvpolicy.adapters.http.settings import ServerSettings
+from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
 from tests.fakes.session_engine import FakeEngine
-from tests.unit.http.serving import PNG, SESSIONS, Served, come_true, error_of, image_bytes, served
+from tests.unit.http.serving import PNG, SESSIONS, TEXT, Served, come_true, error_of, image_bytes, served
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     import httpx
 
 
@@ -167,13 +171,13 @@ def test_a_reply_that_takes_too_long_closes_the_session() -> None:
 
 def test_a_body_that_comes_too_slowly_is_not_pushed() -> None:
     async def scenario() -> None:
-        async def slow() -> object:
+        async def slow() -> AsyncIterator[bytes]:
             yield b"the beginning"
             await asyncio.sleep(60)
 
         async with served(enqueue_deadline_s=0.05) as server:
             path = await server.open()
-            answer = await server.http.post(f"{path}/frame", content=slow(), headers={"Content-Type": "text/plain"})  # type: ignore[arg-type] # an async generator
+            answer = await server.http.post(f"{path}/frame", content=slow(), headers={"Content-Type": "text/plain"})
             assert (answer.status_code, error_of(answer)["code"]) == (503, "enqueue_deadline")
             assert "the session goes on" in error_of(answer)["message"]
             assert (await server.push(path, "hi", frame_index=0)).status_code == 200
@@ -238,6 +242,7 @@ def test_a_late_release_keeps_the_place_until_it_is_there() -> None:
             path = await server.open()
             await server.push(path, "hi")
             server.engine.hold_closes = asyncio.Event()
+            assert (await server.http.delete(path)).json()["closed"] is False
             assert (await server.http.delete(path)).json()["closed"] is False
             assert (await server.push(path, "hi")).status_code == 409
             assert (await server.http.get(path)).json()["state"] == "ended"
@@ -319,5 +324,80 @@ def test_stopping_closes_everything_once() -> None:
             for later in (await server.http.post(SESSIONS), await server.push(path, "hi")):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_shutdown")
         assert engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_push_that_does_not_notice_the_close_is_cancelled() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.pushes_outlive_closes = True
+            server.engine.hold_pushes = asyncio.Event()
+            first = asyncio.create_task(server.push(path, "hi"))
+            await come_true(lambda: server.frontend.registry.holding[0].state == "pending")
+            assert (await server.http.delete(path)).json()["closed"] is True
+            assert (await first).status_code == 409
+            await asyncio.sleep(0)
+            assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("push-")]
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_is_closed_while_a_body_comes_gets_no_chunk() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+
+            async def body() -> AsyncIterator[bytes]:
+                yield b"hi"
+                await server.http.delete(path)
+
+            answer = await server.http.post(f"{path}/frame", content=body(), headers=TEXT)
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_client")
+            assert not server.engine.sessions[0].turns
+
+    asyncio.run(scenario())
+
+
+def test_a_frontend_is_started_once_and_can_be_stopped_before() -> None:
+    async def scenario() -> None:
+        frontend = SessionFrontend(ServerSettings())
+        await frontend.stop()
+        async with served() as server:
+            with pytest.raises(PolicyUsageError, match="expected one start, got a second one"):
+                server.frontend.start(server.engine)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_whose_send_fails_ends_the_session_too() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.pieces_before_hold = 1
+            server.engine.hold_pushes = asyncio.Event()
+            bodies = [{"type": "http.request", "body": b"one two"}]
+
+            async def receive() -> dict[str, Any]:
+                if bodies:
+                    return bodies.pop()
+                await asyncio.sleep(60)
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.body":
+                    raise OSError
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": f"{path}/frame",
+                "query_string": b"stream=1",
+                "headers": [(b"content-type", b"text/plain")],
+            }
+            await server.app(scope, receive, send)
+            status = (await server.http.get(path)).json()
+            assert (status["state"], status["reason"][:23]) == ("ended", "the client disconnected")
 
     asyncio.run(scenario())

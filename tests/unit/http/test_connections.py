@@ -21,9 +21,12 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-@pytest.fixture
-def http(engine: FakeEngine) -> Iterator[httpx.Client]:
-    with loopback(engine) as address, httpx.Client(base_url=address, timeout=10) as client:
+@pytest.fixture(params=[False, True], ids=["plain", "middleware"])
+def http(engine: FakeEngine, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    with (
+        loopback(engine, behind_middleware=request.param) as address,
+        httpx.Client(base_url=address, timeout=10) as client,
+    ):
         yield client
 
 

@@ -12,6 +12,7 @@ from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
     PolicyUsageError,
+    SessionClosedError,
     SessionFailedError,
 )
 from tests.fakes.session_engine import FACTS, FakeEngine
@@ -168,6 +169,7 @@ def test_a_text_only_engine_says_so_and_names_its_model() -> None:
         (PolicyUsageError(["one", "two"]), False, 400, "invalid", "PolicyUsageError"),
         (CapacityError("full"), False, 503, "no_room", "CapacityError"),
         (PolicyUsageError(["not", "admitted"]), True, 400, "invalid", "PolicyUsageError"),
+        (SessionClosedError("it was closed"), True, 409, "session_ended", "SessionClosedError"),
         (SessionFailedError("context_full", "it was full"), True, 409, "context_full", "SessionFailedError"),
     ],
 )
@@ -198,14 +200,15 @@ def test_what_the_engine_says_becomes_an_answer(
     asyncio.run(scenario())
 
 
-def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, TimeoutError])
+def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session(kind: type[Exception]) -> None:
     async def scenario() -> None:
         async with served() as server:
             path = await server.open()
-            server.engine.script.append(RuntimeError("a secret"))
+            server.engine.script.append(kind("a secret"))
             answer = await server.push(path, "hi")
             assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
-            assert "RuntimeError" in answer.text
+            assert kind.__name__ in answer.text
             assert "secret" not in answer.text
             later = await server.push(path, "hi")
             assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")

@@ -114,13 +114,10 @@ class SessionFrontend:
         Raises:
             ApiError: 503, the deadline has passed.
         """
-        deadline = asyncio.timeout(self.settings.enqueue_deadline_s)
         try:
-            async with deadline:
+            async with asyncio.timeout(self.settings.enqueue_deadline_s):
                 yield
         except TimeoutError:
-            if not deadline.expired():
-                raise
             raise enqueue_deadline_passed(self._surroundings()) from None
 
     async def open(self, wanted: OpenRequest) -> OpenReply:

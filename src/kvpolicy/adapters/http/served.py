@@ -290,8 +290,6 @@ class ServedSession:
             await self._port.close()
         except Exception as error:  # noqa: BLE001 - an engine that cannot even close has nothing to give back
             self._log.error(events.RELEASE_FAILED, exc_info=error)
-        if self._driver is not None:
-            await asyncio.wait({self._driver})
 
     async def released(self) -> bool:
         """Wait until the engine has let go of an ended session, but not for ever; return whether it has."""
