@@ -51,6 +51,7 @@ class _WindowedSession(FakeSession):
             segments=self._kept,
             resident_tokens=_size(new),
             num_blocks=-(-_size(new) // 16),
+            num_consolidations=self._stats.num_chunks // 9,
             num_evictions=self._num_evictions + (evicted > 0),
             num_evicted_tokens=self._num_evicted + evicted,
         )
@@ -61,6 +62,7 @@ class _WindowedSession(FakeSession):
             resident_tokens=_size(new),
             num_blocks=self._stats.num_blocks,
             ttft_s=0.02 + 0.001 * (reply.chunk * 7 % 5),
+            total_s=0.3,
             consolidated=reply.chunk % 9 == 8,
         )
 

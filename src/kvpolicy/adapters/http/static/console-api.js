@@ -21,7 +21,8 @@ export class Client {
 
   constructor(key) {
     const bytes = crypto.getRandomValues(new Uint8Array(8));
-    this.#headers = {"X-Session-ID": `console-${Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("")}`};
+    const routingKey = Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+    this.#headers = {"X-Session-ID": `console-${routingKey}`};
     if (key) this.#headers.Authorization = `Bearer ${key}`;
   }
 
@@ -46,12 +47,18 @@ export class Client {
       type = {}; // the browser writes it, with the boundary
     }
     const answer = await this.#fetch("POST", `sessions/${id}/frame?stream=true`, body, type);
-    for await (const {name, data} of serverSentEvents(answer.body)) {
-      if (name === "reply") return data;
-      if (name === "error") throw new ApiError(answer.status, data);
-      onText(data.text);
+    let why = "it ended before the reply did";
+    try {
+      for await (const {name, data} of serverSentEvents(answer.body)) {
+        if (name === "reply") return data;
+        if (name === "error") throw new ApiError(0, data); // the status has long been sent
+        onText(data.text);
+      }
+    } catch (error) {
+      if (error instanceof ApiError) throw error;
+      why = error.message;
     }
-    throw new ApiError(answer.status, {error: {message: "the stream of the reply broke off", reasons: null}});
+    throw new ApiError(0, {error: {message: `the stream of the reply broke off (${why})`, code: "broken_stream"}});
   }
 
   async #json(...request) {
@@ -61,7 +68,8 @@ export class Client {
   async #fetch(method, path, body, headers = {}) {
     let answer;
     try {
-      answer = await fetch(`${base}/${path}`, {method, body, headers: {...this.#headers, ...headers}, cache: "no-store"});
+      const all = {...this.#headers, ...headers};
+      answer = await fetch(`${base}/${path}`, {method, body, headers: all, cache: "no-store"});
     } catch (error) {
       throw new ApiError(0, {error: {message: `the server cannot be reached (${error.message})`, code: "unreachable"}});
     }

@@ -13,8 +13,10 @@ function add(parent, name, attributes, text) {
 
 // The bar has two rows. The upper one is all that the session was ever given: gone on the left, held on the right. The
 // lower one is the held part, magnified to the budget; two lines tie them together.
-export function drawBar(svg, status, budget) {
+// `isPast`: it was so until the session ended.
+export function drawBar(svg, status, budget, isPast) {
   svg.replaceChildren();
+  svg.classList.toggle("past", isPast);
   const segments = status?.segments ?? [];
   const held = sum(segments);
   const gone = status?.evicted_tokens ?? 0;
@@ -23,32 +25,38 @@ export function drawBar(svg, status, budget) {
   const split = gone + held ? gone / (gone + held) : 0;
 
   add(svg, "text", {class: "label", x: 0, y: 12}, status ? `gone ${number(gone)}` : "gone");
-  add(svg, "text", {class: "label end", x: "100%", y: 12}, status ? `held ${number(held)} tokens` : "held");
+  const until = isPast ? ", until it ended" : "";
+  add(svg, "text", {class: "label end", x: "100%", y: 12}, status ? `held ${number(held)} tokens${until}` : "held");
   add(svg, "rect", {class: "free", x: 0, y: 18, width: "100%", height: 14});
   add(svg, "rect", {id: "bar-gone", fill: "url(#fill-gone)", x: 0, y: 18, width: share(split, 1), height: 14});
   if (held) add(svg, "rect", {class: "held", x: share(split, 1), y: 18, width: share(1 - split, 1), height: 14});
   if (gone) add(svg, "rect", {class: "edge", x: share(split, 1), y: 18, width: 1, height: 14});
 
-  add(svg, "line", {class: "tie", x1: share(split, 1), x2: 0, y1: 32, y2: 48});
-  add(svg, "line", {class: "tie", x1: "100%", x2: share(held, scale), y1: 32, y2: 48});
+  if (held) {
+    add(svg, "line", {class: "tie", x1: share(split, 1), x2: 0, y1: 32, y2: 48});
+    add(svg, "line", {class: "tie", x1: "100%", x2: share(held, scale), y1: 32, y2: 48});
+  }
   add(svg, "rect", {class: "free", x: 0, y: 48, width: "100%", height: 34});
   let start = 0;
   for (const [index, {kind, tokens}] of segments.entries()) {
     const place = {x: share(start, scale), y: 48, width: share(tokens, scale), height: 34};
     const paint = kind === "reply" ? {fill: "url(#fill-reply)"} : {class: kind === "anchor" ? "anchor" : "content"};
     const part = add(svg, "rect", {...place, ...paint, "data-kind": kind});
-    add(part, "title", {}, `${kind}: ${number(tokens)} tokens (segment ${index + 1} of ${segments.length}, oldest first)`);
+    add(part, "title", {}, `${kind}: ${number(tokens)} tokens (${index + 1} of ${segments.length}, oldest first)`);
     if (index) add(svg, "rect", {class: "edge", x: place.x, y: 48, width: 1, height: 34});
     start += tokens;
   }
-  if (budget) add(svg, "line", {class: "budget", x1: share(budget, scale), x2: share(budget, scale), y1: 42, y2: 88});
+  const end = budget ? share(budget, scale) : "100%";
+  if (budget) add(svg, "line", {class: "budget", x1: end, x2: end, y1: 42, y2: 88});
   add(svg, "text", {class: "label", x: 0, y: 102}, "0");
-  add(svg, "text", {class: "label end", x: budget ? share(budget, scale) : "100%", y: 102}, budget ? `budget ${number(budget)} tokens` : "budget");
+  add(svg, "text", {class: "label end", x: end, y: 102}, budget ? `budget ${number(budget)} tokens` : "budget");
 
-  const totals = Object.fromEntries(["anchor", "content", "reply"].map((kind) => [kind, sum(segments.filter((part) => part.kind === kind))]));
-  const told = `${number(gone)} tokens are gone, ${number(held)} are held: anchor ${number(totals.anchor)}, content ${number(totals.content)}, replies ${number(totals.reply)}; the budget is ${number(budget ?? 0)}.`;
+  const [anchor, reply] = ["anchor", "reply"].map((kind) => sum(segments.filter((part) => part.kind === kind)));
+  const content = held - anchor - reply;
+  const parts = `anchor ${number(anchor)}, content ${number(content)}, replies ${number(reply)}`;
+  const told = `${number(gone)} tokens are gone, ${number(held)} are held: ${parts}; budget ${number(budget ?? 0)}.`;
   svg.setAttribute("aria-label", status ? told : "No session.");
-  return {...totals, gone, free: Math.max(0, (budget ?? 0) - held)};
+  return {anchor, content, reply, gone, free: Math.max(0, (budget ?? 0) - held)};
 }
 
 // points: [{turn, value, evicted, consolidated}], oldest first.
@@ -62,7 +70,7 @@ export function drawPlot(svg, {name, unit, points, limit}) {
   const x = (turn) => left + ((right - left) * (turn - first)) / (last - first);
   const y = (value) => bottom - ((bottom - top) * value) / highest;
 
-  for (const value of ticks(0, highest, 4)) {
+  for (const value of points.length || limit ? ticks(0, highest, 4) : [0]) {
     add(svg, "line", {class: "grid", x1: left, x2: right, y1: y(value), y2: y(value)});
     add(svg, "text", {class: "tick end", x: left - 6, y: y(value) + 4}, number(value));
   }
@@ -89,7 +97,8 @@ export function drawPlot(svg, {name, unit, points, limit}) {
   }
   const newest = points.at(-1);
   if (!newest) add(svg, "text", {class: "label middle", x: (left + right) / 2, y: (top + bottom) / 2}, "no turns yet");
-  svg.setAttribute("aria-label", newest ? `${name} over ${points.length} turns; turn ${newest.turn}: ${number(newest.value)} ${unit}.` : `${name}: no turns yet.`);
+  const told = newest ? `turn ${newest.turn}: ${number(newest.value)} ${unit}` : "no turns yet";
+  svg.setAttribute("aria-label", `${name} over the turns; ${told}.`);
 }
 
 const sum = (segments) => segments.reduce((total, {tokens}) => total + tokens, 0);
@@ -98,8 +107,8 @@ const sum = (segments) => segments.reduce((total, {tokens}) => total + tokens, 0
 function ticks(low, high, count, least = 0) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(least, power * [1, 2, 5, 10].find((factor) => factor * power >= rough));
-  const values = [];
-  for (let value = Math.ceil(low / step) * step; value <= high; value += step) values.push(Number(value.toPrecision(12)));
-  return values;
+  const step = Math.max(least, power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10));
+  const from = Math.ceil(low / step);
+  const length = Math.floor(high / step) - from + 1;
+  return Array.from({length}, (_, index) => Number(((from + index) * step).toPrecision(12)));
 }

@@ -12,8 +12,9 @@ const PLAY_PAUSE_MS = 250;
 const $ = (id) => document.getElementById(id);
 const log = $("log");
 
-let session = null; // {client, id, budget, maxBlocks, isOpen}
-let status = null;
+let session = null; // {client, id, budget, isOpen}
+let status = null; // of the session, as of its last reply
+let held = null; // the last status before its end: what it held when it still held something
 let points = [];
 let isBusy = false;
 let isPlaying = false;
@@ -26,8 +27,6 @@ function element(name, className, text, ...children) {
   node.append(...children);
   return node;
 }
-
-// --- session
 
 function wantedSession() {
   const wanted = {retention: {}, sampling: {}};
@@ -42,6 +41,7 @@ function wantedSession() {
 }
 
 async function open() {
+  if (isBusy || session?.isOpen) return;
   const client = new Client($("key").value);
   isBusy = true;
   render("opening");
@@ -49,7 +49,7 @@ async function open() {
     const opened = await client.open(wantedSession());
     forget();
     const budget = opened.retention?.total_tokens ?? null;
-    session = {client, id: opened.session_id, budget, maxBlocks: opened.max_blocks, isOpen: true};
+    session = {client, id: opened.session_id, budget, isOpen: true};
     note(`Session open. Budget ${number(budget ?? 0)} tokens, at most ${number(opened.max_blocks)} KV blocks.`);
     await refresh();
   } catch (error) {
@@ -63,13 +63,14 @@ async function open() {
 }
 
 async function close() {
-  isPlaying = false;
+  isPlaying = session.isOpen = false;
+  render();
   try {
     const {frames, closed} = await session.client.close(session.id);
-    session.isOpen = false;
     note(`Closed after ${number(frames)} turns${closed ? "" : "; the engine is late in letting go of it"}.`);
     await refresh();
   } catch (error) {
+    session.isOpen = true; // unless it has ended, as its status may tell
     showError(error, "The session was not closed");
     await refresh();
   }
@@ -85,6 +86,7 @@ async function refresh() {
     const answer = await asked.client.status(asked.id);
     if (session !== asked) return;
     status = answer;
+    if (status.state !== "ended") held = status;
     if (status.state === "ended" && asked.isOpen) showEnd(status.reason ?? "no reason is known");
   } catch (error) {
     if (session === asked && asked.isOpen && error.status === 404) showEnd(error.message);
@@ -95,10 +97,8 @@ async function refresh() {
 function forget() {
   for (const image of log.querySelectorAll("img")) URL.revokeObjectURL(image.src);
   log.replaceChildren();
-  [session, status, points] = [null, null, []];
+  [session, status, held, points] = [null, null, null, []];
 }
-
-// --- turns
 
 async function push(text, image) {
   const pieces = element("p", "reply");
@@ -122,7 +122,7 @@ async function push(text, image) {
   } catch (error) {
     figures.textContent = "no reply";
     turn.classList.add("failed");
-    showError(error, "The turn was not taken in");
+    showError(error, "No reply to this turn");
     return false;
   } finally {
     isBusy = false;
@@ -160,7 +160,8 @@ function showReply(turn, pieces, figures, reply) {
     `resident ${number(reply.resident_tokens)}`,
     `${number(reply.blocks)} blocks`,
   ];
-  figures.replaceChildren(...said.map((part) => element("span", part.startsWith("evicted") && reply.evicted_tokens ? "strong" : "", part)));
+  figures.replaceChildren(...said.map((part) => element("span", "", part)));
+  figures.children[4].classList.toggle("strong", reply.evicted_tokens > 0);
   if (reply.consolidated) figures.append(element("span", "strong", "consolidated"));
   points.push({
     turn: reply.frame_index + 1,
@@ -170,6 +171,7 @@ function showReply(turn, pieces, figures, reply) {
     consolidated: reply.consolidated,
   });
   points = points.slice(-MAX_POINTS);
+  scrollDown();
 }
 
 const milliseconds = (seconds) => `${number(Number((1000 * seconds).toPrecision(3)))} ms`;
@@ -189,8 +191,6 @@ async function play() {
   render();
 }
 
-// --- what is shown
-
 function append(node) {
   log.querySelector(".hint")?.remove();
   log.append(node);
@@ -207,18 +207,21 @@ const note = (text) => append(element("p", "note", text));
 
 function showError(error, title) {
   if (!(error instanceof ApiError)) throw error; // a fault of this page: leave it to the browser's console
-  const reasons = (error.reasons ?? [error.message]).map((reason) => element("li", "", reason));
   const code = [error.status || "", error.code].filter(Boolean).join(" ");
-  const box = element("div", "error", undefined, element("p", "title", title, element("code", "", code)), element("ul", "", undefined, ...reasons));
-  box.setAttribute("role", "alert");
-  append(box);
+  alertBox("error", element("p", "title", title, element("code", "", code)), list(error.reasons));
 }
 
 function showEnd(reason) {
   session.isOpen = isPlaying = false;
   const again = element("button", "", "Open a new session");
   again.addEventListener("click", open);
-  const box = element("div", "error ended", undefined, element("p", "title", "The session has ended"), element("ul", "", undefined, ...reason.split("\n").map((line) => element("li", "", line))), again);
+  alertBox("error ended", element("p", "title", "The session has ended"), list(reason.split("\n")), again);
+}
+
+const list = (lines) => element("ul", "", undefined, ...lines.map((line) => element("li", "", line)));
+
+function alertBox(className, ...children) {
+  const box = element("div", className, undefined, ...children);
   box.setAttribute("role", "alert");
   append(box);
 }
@@ -235,23 +238,31 @@ function render(state) {
   $("play").disabled = isBusy && !isPlaying;
   $("play").textContent = isPlaying ? "Stop" : `Play ${TURNS.length} turns`;
 
-  const tokens = drawBar($("bar"), status, session?.budget);
-  for (const kind of ["anchor", "content", "reply", "free", "gone"]) $(`tokens-${kind}`).textContent = status ? number(tokens[kind]) : "–";
-  for (const name of ["frames", "refused", "evictions", "consolidations", "parks"]) $(name).textContent = status ? number(status[name]) : "–";
-  $("blocks").textContent = status ? `${number(status.blocks)} of ${number(session?.maxBlocks ?? status.max_blocks)}` : "–";
+  const tokens = drawBar($("bar"), held, session?.budget, status?.state === "ended");
+  for (const [kind, count] of Object.entries(tokens)) $(`tokens-${kind}`).textContent = held ? number(count) : "–";
+  for (const name of ["frames", "refused", "evictions", "consolidations", "parks"]) {
+    $(name).textContent = status ? number(status[name]) : "–";
+  }
+  $("blocks").textContent = status ? `${number(status.blocks)} of ${number(status.max_blocks)}` : "–";
   renderPlots();
 }
 
 function renderPlots() {
   const series = (name) => points.map((point) => ({...point, value: point[name]}));
-  drawPlot($("plot-resident"), {name: "Resident tokens", unit: "tokens", points: series("resident"), limit: session?.budget});
+  const limit = session?.budget;
+  drawPlot($("plot-resident"), {name: "Resident tokens", unit: "tokens", points: series("resident"), limit});
   drawPlot($("plot-ttft"), {name: "Time to first token", unit: "ms", points: series("ttft")});
+  const now = points.at(-1);
+  $("now-resident").textContent = now ? `${number(now.resident)} tokens` : "";
+  $("now-ttft").textContent = now ? `${number(now.ttft)} ms` : "";
 }
 
 async function showServer(client) {
   try {
     const {model, takes_images: takesImages, engine} = await client.config();
-    $("server").textContent = `${model} · ${takesImages ? "text and images" : "text only"} · context ${number(engine.context_limit)} tokens · ${number(engine.num_pool_blocks)} blocks of ${number(engine.block_size)}`;
+    const kinds = takesImages ? "text and images" : "text only";
+    const blocks = `${number(engine.num_pool_blocks)} blocks of ${number(engine.block_size)}`;
+    $("server").textContent = `${model} · ${kinds} · context ${number(engine.context_limit)} tokens · ${blocks}`;
     $("image").disabled = !takesImages;
     $("image").title = takesImages ? "" : "The model takes text only.";
   } catch (error) {
@@ -262,7 +273,7 @@ async function showServer(client) {
 function showImage() {
   const file = $("image").files[0];
   URL.revokeObjectURL($("thumb").src);
-  $("thumb").hidden = $("drop-image").hidden = !file;
+  $("chosen").classList.toggle("filled", Boolean(file));
   if (file) $("thumb").src = URL.createObjectURL(file);
   else $("thumb").removeAttribute("src");
 }
@@ -272,11 +283,9 @@ function clearImage() {
   showImage();
 }
 
-// --- events
-
 $("settings").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!isBusy && !session?.isOpen) open();
+  open();
 });
 $("close").addEventListener("click", close);
 $("play").addEventListener("click", play);
