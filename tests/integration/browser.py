@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 # Faults of the page: of its scripts, or stopped by its Content-Security-Policy. Refused requests are none.
 _FAULTS = {"javascript", "security", "other", "violation"}
 

@@ -261,7 +261,7 @@ async function showServer(client) {
   try {
     const {model, takes_images: takesImages, engine} = await client.config();
     const kinds = takesImages ? "text and images" : "text only";
-    const blocks = `${number(engine.num_pool_blocks)} blocks of ${number(engine.block_size)}`;
+    const blocks = `${number(engine.num_pool_blocks)} blocks of ${number(engine.block_size)} tokens`;
     $("server").textContent = `${model} · ${kinds} · context ${number(engine.context_limit)} tokens · ${blocks}`;
     $("image").disabled = !takesImages;
     $("image").title = takesImages ? "" : "The model takes text only.";
