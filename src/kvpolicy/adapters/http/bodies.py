@@ -131,7 +131,7 @@ async def _form_parts(headers: Headers, body: bytes) -> dict[str, bytes]:
 
 def _form_errors(names: list[str]) -> list[str]:
     known = ", ".join(_FIELDS)
-    reasons = [f"form: unknown field {name!r}; known fields: {known}" for name in names if name not in _FIELDS]
+    reasons = [f"form: unknown field {name[:40]!r}; known fields: {known}" for name in names if name not in _FIELDS]
     counts = {name: names.count(name) for name in _FIELDS}
     reasons += [
         f"form: expected the field {name!r} once, got it {num} times" for name, num in counts.items() if num > 1

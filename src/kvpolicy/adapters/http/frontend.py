@@ -15,7 +15,7 @@ from kvpolicy.adapters.http.page import make_page_router
 from kvpolicy.adapters.http.registry import SessionRegistry
 from kvpolicy.adapters.http.routes import make_router
 from kvpolicy.adapters.http.schemas import ConfigReply, OpenReply
-from kvpolicy.adapters.http.served import Surroundings, engine_sentence, enqueue_deadline_passed
+from kvpolicy.adapters.http.surroundings import Surroundings, engine_sentence, enqueue_deadline_passed
 from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -72,8 +72,6 @@ class SessionFrontend:
             await asyncio.wait({watcher})
         if self._registry is not None:
             await self._registry.end_all(EndReason.SHUTDOWN, "the server is shutting down")
-
-    # --- what the routes use
 
     @property
     def registry(self) -> SessionRegistry:

@@ -16,7 +16,8 @@ from attrs import frozen
 from kvpolicy.adapters.http.endings import EndReason
 from kvpolicy.adapters.http.errors import bad_request, unavailable, unknown_session
 from kvpolicy.adapters.http.schemas import CloseReply
-from kvpolicy.adapters.http.served import ServedSession, engine_sentence
+from kvpolicy.adapters.http.served import ServedSession
+from kvpolicy.adapters.http.surroundings import engine_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.http.endings import Ending
     from kvpolicy.adapters.http.port import SessionPort
     from kvpolicy.adapters.http.schemas import StatusReply
-    from kvpolicy.adapters.http.served import Surroundings
+    from kvpolicy.adapters.http.surroundings import Surroundings
 
 _ID_BYTES = 24
 # Opening and closing in a loop must not fill the memory: beyond this the oldest are forgotten before their time.

@@ -15,15 +15,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from kvpolicy.adapters.http import log as events
 from kvpolicy.adapters.http.endings import Ending, EndReason
-from kvpolicy.adapters.http.errors import ApiError, api_error, conflict, internal_error, unavailable
+from kvpolicy.adapters.http.errors import ApiError, api_error, conflict, internal_error
 from kvpolicy.adapters.http.flights import Flight
 from kvpolicy.adapters.http.images import decode_image
 from kvpolicy.adapters.http.port import ImageTurn
-from kvpolicy.adapters.http.schemas import FrameReply, SegmentBody, StatusReply
+from kvpolicy.adapters.http.surroundings import Surroundings, engine_sentence, enqueue_deadline_passed
+from kvpolicy.adapters.http.views import reply_body, status_body
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 
 if TYPE_CHECKING:
@@ -31,21 +30,9 @@ if TYPE_CHECKING:
 
     from kvpolicy.adapters.http.bodies import Frame
     from kvpolicy.adapters.http.flights import Waiter
-    from kvpolicy.adapters.http.metrics import SessionMetrics
-    from kvpolicy.adapters.http.port import EnginePort, SessionPort
-    from kvpolicy.adapters.http.settings import ServerSettings
+    from kvpolicy.adapters.http.port import SessionPort
+    from kvpolicy.adapters.http.schemas import StatusReply
     from kvpolicy.core.replies import Reply, SessionStats
-
-
-@frozen(kw_only=True)
-class Surroundings:
-    """What all sessions of one frontend share."""
-
-    engine: EnginePort
-    settings: ServerSettings
-    metrics: SessionMetrics
-    clock: Callable[[], float]
-    log: Any
 
 
 class ServedSession:
@@ -79,8 +66,6 @@ class ServedSession:
         self._opened_s = self._used_s = around.clock()
         self._log.info(events.SESSION_OPENED, max_blocks=self.max_blocks)
 
-    # --- asking
-
     @property
     def state(self) -> str:
         """Return "idle", "pending" or "ended"."""
@@ -104,27 +89,17 @@ class ServedSession:
 
     def status(self) -> StatusReply:
         """Return what it holds and has done."""
-        stats, now_s = self._port.stats(), self._around.clock()
-        return StatusReply(
+        return status_body(
+            self._port.stats(),
             session_id=self.id,
-            state=self.state,  # type: ignore[arg-type] # one of the three
+            state=self.state,
             reason=None if self.ending is None else "\n".join(self.ending.sentences),
             frames=self.num_frames,
             refused=self._num_refused,
-            reply_tokens=stats.num_reply_tokens,
-            resident_tokens=stats.resident_tokens,
-            blocks=stats.num_blocks,
             max_blocks=self.max_blocks,
-            evictions=stats.num_evictions,
-            evicted_tokens=stats.num_evicted_tokens,
-            consolidations=stats.num_consolidations,
-            parks=stats.num_parks,
-            segments=[SegmentBody(kind=segment.kind, tokens=segment.num_tokens) for segment in stats.segments],
-            age_s=now_s - self._opened_s,
+            age_s=self._around.clock() - self._opened_s,
             idle_s=self.idle_s(),
         )
-
-    # --- pushing
 
     def require_open(self) -> None:
         """Raise if it has ended; otherwise it counts as used.
@@ -203,21 +178,7 @@ class ServedSession:
         if self.ending is not None:
             return
         stats = self._port.stats()
-        body = FrameReply(
-            session_id=self.id,
-            frame_index=flight.index,
-            text=reply.text,
-            finish_reason=reply.finish_reason,
-            stop_reason=reply.stop_reason,
-            chunk_tokens=reply.num_chunk_tokens,
-            reply_tokens=len(reply.token_ids),
-            ttft_s=reply.ttft_s,
-            latency_s=reply.total_s,
-            evicted_tokens=reply.evicted,
-            resident_tokens=reply.resident_tokens,
-            blocks=reply.num_blocks,
-            consolidated=reply.consolidated,
-        )
+        body = reply_body(self.id, flight.index, reply)
         self._pending, self._answered, self.num_frames = None, flight, flight.index + 1
         self._used_s = self._around.clock()
         self._around.metrics.answered(reply, stats.num_consolidations - self._num_consolidations)
@@ -257,8 +218,6 @@ class ServedSession:
         self._log.warning(events.CHUNK_REFUSED, code=error.code, status=error.status)
         flight.fail(error)
         self._on_change(self)
-
-    # --- ending
 
     def _abandon(self) -> None:
         self.end(EndReason.DISCONNECT, "the client disconnected before the reply was complete")
@@ -304,16 +263,3 @@ class ServedSession:
 
 class _ReplyDeadlinePassed(Exception):  # noqa: N818 - no error of its own: it becomes the end of a session
     """The engine has not answered in time."""
-
-
-def enqueue_deadline_passed(around: Surroundings) -> ApiError:
-    """Count a chunk that came too slowly; return the answer to it."""
-    around.metrics.timed_out("enqueue")
-    limit_s = around.settings.enqueue_deadline_s
-    message = f"frame: reading and decoding it took longer than {limit_s:g} s; nothing was pushed, the session goes on"
-    return unavailable("enqueue_deadline", message)
-
-
-def engine_sentence(failure: str) -> str:
-    """Return what is said of a dead engine."""
-    return f"the engine has failed: {failure}"
