@@ -47,7 +47,8 @@ unit: $(CORE_READY) ## unit tests and doc examples, with the coverage of the cor
 	@$(CORE)/bin/python -m pytest -q --doctest-modules --cov=kvpolicy.core tests/unit src/kvpolicy/core
 
 integration: $(ENGINE_READY) ## tests on the real engine
-	@scripts/install_browser.sh
+	@sh scripts/install_browser.sh
+	@sh scripts/install_tools.sh
 	@echo '== integration tests on the real engine (several minutes)'
 	@$(VENV)/bin/python -m pytest tests/integration $(ARGS)
 

@@ -195,7 +195,7 @@ def refused(*flags: str) -> str:
         "--headless",
         "--grpc",
         "--pipeline-parallel-size 2",
-        "--data-parallel-size 2",
+        "--data-parallel-size 2 --kv-cache-policy randkv",
         "--async-scheduling",
         "--max-sessions 9",
     ],

@@ -119,6 +119,11 @@ def test_commands_exist() -> None:
         assert set(re.findall(r"\bkvpolicy ([a-z]+)", text)) <= ours, name_of(page)
 
 
+def test_the_configuration_of_the_router_is_shown_as_it_is() -> None:
+    [shown] = [block for block in blocks(DOCS / "howto" / "scale-out.md") if block.language == "nginx"]
+    assert shown.code == (DOCS / "howto" / "nginx-sessions.conf").read_text(encoding="utf-8")
+
+
 # -- tables beside the code
 
 

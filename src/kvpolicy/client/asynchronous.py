@@ -15,16 +15,17 @@ from kvpolicy.client.exchange import (
     UNSET,
     Call,
     EventReader,
+    another_key_may_help,
     checked,
     client_headers,
     connection_error,
-    new_routing_key,
     open_call,
     push_call,
+    routing_keys,
     session_call,
 )
 from kvpolicy.client.values import FrameReply, OpenedSession, SessionStatus
-from kvpolicy.core.errors import KVPolicyError
+from kvpolicy.core.errors import KVPolicyError, SessionFailedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -114,16 +115,23 @@ class AsyncSessionClient:
             sampling: sampling parameters of chunks that bring none; unset: the server's defaults.
             priority: a smaller number is more important.
             model: if given, it must be the one that the server serves.
-            routing_key: the value of ``X-Session-ID`` on every call of this session; unset: a random one.
+            routing_key: the value of ``X-Session-ID`` on every call of this session; unset: a random one, and another
+                where a router says that nobody listens there.
 
         Raises:
             KVPolicyError: see ``kvpolicy.client.errors``.
         """
-        key = routing_key or new_routing_key()
-        call = open_call(
-            key, system_prompt=system_prompt, retention=retention, sampling=sampling, priority=priority, model=model
-        )
-        return AsyncSession(self._line, OpenedSession.from_json(await self._line.ask(call)), key)
+        keys = routing_keys(routing_key)
+        while True:
+            key = keys.pop()
+            call = open_call(
+                key, system_prompt=system_prompt, retention=retention, sampling=sampling, priority=priority, model=model
+            )
+            try:
+                return AsyncSession(self._line, OpenedSession.from_json(await self._line.ask(call)), key)
+            except SessionFailedError as error:
+                if not another_key_may_help(error, keys):
+                    raise
 
     async def close(self) -> None:
         """Close the connections. Sessions that are open stay so until the server finds them idle."""

@@ -6,7 +6,8 @@ raised                when
 PolicyUsageError      400, 413 or 422: the request is wrong; ``reasons`` says everything that is
 ChunkRefusedError     400 or 413: this chunk is not taken in; the session goes on
 SessionClosedError    409: the session has ended: closed, idle for too long, abandoned
-SessionFailedError    409, 500 or 503: the engine or the server ended it; open a new one
+SessionFailedError    409, 500 or 503: the engine or the server ended it; open a new one. 502 or 504, from a router: its
+                      server does not answer
 CapacityError         503: there is no room, or the server is not ready; try again later
 SessionApiError       anything else: an unknown id (404), a chunk that is pending or an index that is not the next
                       one (409), a fault of the server (500), a wrong key (401)

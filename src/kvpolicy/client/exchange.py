@@ -11,13 +11,17 @@ from attrs import frozen
 
 from kvpolicy.client.errors import SessionConnectionError, error_of
 from kvpolicy.client.values import FrameReply
-from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SESSIONS = "/v1/streaming/sessions"
 UNKNOWN_SESSION = "unknown_session"
+# A router's word, not the server's: nobody listens where the routing key leads to.
+SERVER_UNREACHABLE = "server_unreachable"
+# Where half of the servers are gone, all of so many random keys lead to them once in 256 openings.
+_NUM_KEYS = 8
 # A reply may be as late as the server's deadlines for reading and answering allow: 120 s each by default.
 DEFAULT_TIMEOUT = httpx.Timeout(connect=10.0, write=120.0, read=250.0, pool=10.0)
 # What breaks a connection that was there, as opposed to a server that is late: the server itself waits no longer then.
@@ -46,9 +50,17 @@ def client_headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def new_routing_key() -> str:
-    """Return the value of ``X-Session-ID`` for one session. It helps a router and authorises nothing."""
-    return secrets.token_urlsafe(12)
+def routing_keys(chosen: str | None) -> list[str]:
+    """Return the values of ``X-Session-ID`` to try, one session each: the caller's choice, or else random ones.
+
+    They help a router and authorise nothing.
+    """
+    return [secrets.token_urlsafe(12) for _ in range(_NUM_KEYS)] if chosen is None else [chosen]
+
+
+def another_key_may_help(error: SessionFailedError, keys: list[str]) -> bool:
+    """Return whether to try the next of the keys that are left. A key leads to the same server always."""
+    return error.code == SERVER_UNREACHABLE and bool(keys)
 
 
 def open_call(  # noqa: PLR0913 - one keyword for each option of the route

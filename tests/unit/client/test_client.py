@@ -203,6 +203,56 @@ def test_every_request_has_the_key_and_the_same_routing_key() -> None:
     assert {request.headers["x-session-id"] for request in requests} == {session.routing_key}
 
 
+def _unreachable(code: str = "server_unreachable") -> httpx.Response:
+    detail = {"message": "nobody listens", "type": "SessionFailedError", "code": code, "reasons": ["nobody listens"]}
+    return httpx.Response(502, json={"error": detail})
+
+
+def _routers_words(num_gone: int, last: httpx.Response) -> tuple[httpx.MockTransport, list[str]]:
+    """Return a router that finds so many servers gone, and the keys that it is asked with."""
+    answers, keys = [*(_unreachable() for _ in range(num_gone)), last], []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["x-session-id"])
+        return answers.pop(0)
+
+    return httpx.MockTransport(handle), keys
+
+
+def test_opening_tries_other_keys_where_the_server_of_one_is_gone() -> None:
+    transport, keys = _routers_words(3, httpx.Response(201, json=OPENED))
+    session = SessionClient("http://test", transport=transport).open()
+    assert session.routing_key == keys[-1]
+    assert len(set(keys)) == 4
+
+    async def scenario() -> None:
+        transport, keys = _routers_words(3, httpx.Response(201, json=OPENED))
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            assert (await client.open()).routing_key == keys[-1]
+        assert len(set(keys)) == 4
+        transport, keys = _routers_words(1, httpx.Response(201, json=OPENED))
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            with pytest.raises(SessionFailedError, match="nobody listens"):
+                await client.open(routing_key="camera-7")
+
+    asyncio.run(scenario())
+
+
+def test_opening_does_not_try_for_ever_nor_with_a_key_of_its_own_choice() -> None:
+    transport, keys = _routers_words(7, _unreachable())
+    with pytest.raises(SessionFailedError, match="nobody listens"):
+        SessionClient("http://test", transport=transport).open()
+    assert len(set(keys)) == len(keys) == 8
+    transport, keys = _routers_words(0, _unreachable("server_late"))
+    with pytest.raises(SessionFailedError):
+        SessionClient("http://test", transport=transport).open()
+    assert len(keys) == 1
+    transport, keys = _routers_words(1, httpx.Response(201, json=OPENED))
+    with pytest.raises(SessionFailedError, match="nobody listens"):
+        SessionClient("http://test", transport=transport).open(routing_key="camera-7")
+    assert keys == ["camera-7"]
+
+
 @pytest.mark.parametrize("broken", [httpx.ReadError("gone"), httpx.RemoteProtocolError("half an answer")])
 @pytest.mark.parametrize("streams", ["push", "stream"])
 def test_a_push_is_sent_once_more_under_the_same_index(broken: Exception, streams: str) -> None:
