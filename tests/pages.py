@@ -103,6 +103,13 @@ def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language == "python"]
 
 
+def makefile_flags(name: str) -> str:
+    """Return the value of a variable of the Makefile, on one line."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (value,) = re.findall(rf"^{name} := (.*)$", text, flags=re.MULTILINE)
+    return str(value)
+
+
 def links(page: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the target of every link outside code blocks."""
     fenced = False
