@@ -1,4 +1,4 @@
-"""The server of ``make serve``, as a real process with the demo model: long sessions, many at once, and broken clients.
+"""The server of ``make serve``, a real process with the demo model: the commands of the docs, load, and broken clients.
 
 ``pytest -s`` shows the figures.
 """
@@ -10,26 +10,31 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import socket
 import statistics
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from attrs import define, field
+from attrs import define, evolve, field
+from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpolicy import ChunkRefusedError
 from kvpolicy.cli.models import FOLDER_NAME, cache_folder
 from kvpolicy.client import AsyncSessionClient, FrameReply, SessionClient, SessionStatus
 from tests.integration.server_process import ServerProcess, running
-from tests.pages import makefile_flags
+from tests.pages import ADDRESS, ROOT, Block, answer_after, makefile_flags, server_blocks, server_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 MODEL = "smollm2"
 SESSIONS = "/v1/streaming/sessions"
@@ -98,6 +103,92 @@ def chat(http: httpx.Client, text: str, num_tokens: int) -> None:
 
 def turn(number: int) -> str:
     return f"Hour {number}: inflow {100 + number % 90} litres per second, level steady. Is anything wrong?"
+
+
+# -- the commands of the docs
+
+
+def shapes(text: str) -> list[Any]:
+    """Return what must be the same in two answers: the fields of objects, and other lines without their numbers.
+
+    Lines of one shape in a row count as one, and empty ones not at all: a stream has as many pieces as it has.
+    """
+    with contextlib.suppress(json.JSONDecodeError):
+        return [shape(json.loads(text))]
+    found: list[Any] = []
+    for line in filter(None, text.splitlines()):
+        head, brace, rest = line.partition("{")
+        try:
+            # A page may leave fields of a long object out.
+            value: Any = (head, shape(json.loads((brace + rest).replace(", ...}", "}"))))
+        except json.JSONDecodeError:
+            value = re.sub(r"\d+(\.\d+)?", "0", line)
+        if found[-1:] != [value]:
+            found.append(value)
+    return found
+
+
+def shape(value: Any) -> Any:
+    match value:
+        case dict():
+            return {name: shape(item) for name, item in value.items()}
+        case [first, *_]:
+            return [shape(first)]
+    return None
+
+
+def fits(shown: Any, real: Any) -> bool:
+    """Return whether an answer on a page could be a real one; only in a stream may it leave fields out."""
+    if isinstance(shown, tuple) and isinstance(real, tuple):
+        return shown[0] == real[0] and set(shown[1]) <= set(real[1])
+    return bool(shown == real)
+
+
+def run_in_a_shell(commands: list[Block], server: ServerProcess, folder: Path) -> list[str]:
+    """Run blocks in one shell, as they stand but for the port; return what each prints."""
+    mark = "--- the next block ---"
+    script = f"echo '{mark}'\n".join(block.code for block in commands).replace(ADDRESS, f"127.0.0.1:{server.port}")
+    environment = {**os.environ, "VLLM_API_KEY": "none"}
+    done = subprocess.run(  # noqa: S603 - our own text
+        ["/bin/bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split(mark + "\n")
+
+
+@pytest.mark.parametrize("page", server_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run_as_written(
+    page: Path, server: ServerProcess, http: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    Image.new("RGB", (64, 48), "navy").save(tmp_path / "frame.png")
+    before = Figures.of(http)
+    commands = [block for block in server_blocks(page) if block.language == "sh"]
+    printed = run_in_a_shell(commands, server, tmp_path)
+    for block, text in zip(commands, printed, strict=True):
+        shown = answer_after(block)
+        if shown is not None:
+            expected, real = shapes(shown.code), shapes(text)
+            assert len(expected) == len(real), (block.line, text)
+            assert all(map(fits, expected, real)), (block.line, expected, real)
+    assert Figures.of(http).since(before)("chunks_total") >= 1
+    for block in server_blocks(page):
+        if block.language == "python":
+            code = block.code.replace(ADDRESS, f"127.0.0.1:{server.port}")
+            exec(evolve(block, code=code).compiled(), {"__name__": "__main__"})  # noqa: S102 - our own text
+            assert re.search(
+                r"\n\d+ [34]\d\d \d+ 32 .*\n[^\n]+ tokens have left\n$", capsys.readouterr().out, re.DOTALL
+            )
+    # Pages leave sessions open; another page needs their places.
+    for path in tmp_path.glob("session.json"):
+        http.delete(f"{SESSIONS}/{json.loads(path.read_text())['session_id']}")
 
 
 # -- one session, for long
@@ -279,10 +370,12 @@ def opened(http: httpx.Client, num_tokens: int) -> str:
 
 def test_a_client_that_leaves_in_mid_reply_takes_its_session_with_it(http: httpx.Client) -> None:
     before = Figures.of(http)
-    session = opened(http, 400)
+    session = opened(http, 300)
     with http.stream("POST", f"{SESSIONS}/{session}/frame?stream=true", json={"text": turn(0)}) as answer:
         assert answer.status_code == httpx.codes.OK
-        assert next(line for line in answer.iter_lines() if line).startswith('data: {"text":')
+        # Kept: a generator that nobody has closes the connection at once.
+        lines = answer.iter_lines()
+        assert next(lines).startswith('data: {"text":')
         assert Figures.of(http)["kvpolicy:session_open[pending]"] == 1
     deadline_s = time.monotonic() + 10
     while (status := http.get(f"{SESSIONS}/{session}").json())["state"] != "ended":
