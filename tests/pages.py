@@ -110,7 +110,7 @@ def server_blocks(page: Path) -> list[Block]:
     return [
         block
         for block in blocks(page)
-        if (block.language == "sh" and "curl" in block.code)
+        if (block.language == "sh" and "curl -" in block.code)
         or (block.language == "python" and _imports([block], _SERVER_NAMES))
     ]
 
