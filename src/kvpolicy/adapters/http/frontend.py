@@ -11,6 +11,7 @@ from kvpolicy.adapters.http.endings import EndReason
 from kvpolicy.adapters.http.errors import bad_request, unavailable
 from kvpolicy.adapters.http.log import make_logger
 from kvpolicy.adapters.http.metrics import SessionMetrics
+from kvpolicy.adapters.http.page import make_page_router
 from kvpolicy.adapters.http.registry import SessionRegistry
 from kvpolicy.adapters.http.routes import make_router
 from kvpolicy.adapters.http.schemas import ConfigReply, OpenReply
@@ -46,6 +47,7 @@ class SessionFrontend:
     def attach(self, app: FastAPI) -> None:
         """Add the routes. Until ``start`` they answer 503."""
         app.include_router(make_router(self))
+        app.include_router(make_page_router())
 
     def start(self, engine: EnginePort) -> None:
         """Serve the sessions of ``engine``. Call it once, in the running loop that serves the application."""

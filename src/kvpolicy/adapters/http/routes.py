@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from fastapi.responses import HTMLResponse
 
 from kvpolicy.adapters.http.answers import EventStream, whole_reply
 from kvpolicy.adapters.http.bodies import read_frame, read_open_request
@@ -152,13 +150,6 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         """Return what a session has where its opener asks for nothing, and what this server and its engine allow."""
         frontend.require_running()
         return frontend.config()
-
-    page = files(__package__).joinpath("static", "console.html").read_text(encoding="utf-8")
-
-    @router.get("/console", response_class=HTMLResponse, include_in_schema=False)
-    async def console() -> HTMLResponse:
-        """Return a page for trying sessions out."""
-        return HTMLResponse(page)
 
     return router
 
