@@ -46,9 +46,9 @@ SHORT = {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 2}
 NUM_TURNS = 300
 NUM_MEASURED = 50
 NUM_SESSIONS, NUM_TURNS_EACH = 4, 12
-# A session that computed its window anew for every turn would compute about fifteen times as many tokens, and one that
-# kept everything would hold thirty times as much in the end. What is left of a busy machine's noise, when each turn is
-# compared with an ordinary request made right after it, stays within a half.
+# Turns are compared with ordinary requests made right after them, so that a machine that is busy in one stretch and not
+# in the other does not count; the rest of the noise stays within a half. Without retention the same session, on an
+# engine with a longer context, is 3.5 times as slow at 7255 tokens (turn 210) as at 1000.
 MAX_GROWTH = 1.5
 
 
