@@ -10,7 +10,7 @@ from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from kvpolicy.adapters.vllm.v0_28.collector import MAX_UNREAD_REPLIES, BoundaryCollector
+from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS, BoundaryCollector
 
 
 def only_ours_passes(reason: str) -> list[object]:
@@ -70,18 +70,21 @@ def test_the_shared_end_marker_is_left_alone(kind: Any) -> None:
         STREAM_FINISHED.outputs[:] = before
 
 
-def test_a_consumer_that_reads_nothing_stops_the_stream() -> None:
+def test_so_many_chunks_are_on_their_way_or_unread_and_no_more() -> None:
     async def run() -> None:
         queue = BoundaryCollector(RequestOutputKind.DELTA, "a")
-        for i in range(MAX_UNREAD_REPLIES):
-            await asyncio.wait_for(queue.room(), 1)
+        for num_chunks in range(MAX_OPEN_CHUNKS):
+            await asyncio.wait_for(queue.room(num_chunks), 1)  # none is answered yet
+        for i in range(MAX_OPEN_CHUNKS):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(queue.room(MAX_OPEN_CHUNKS), 0.01)
             queue.put(piece(i))
-            queue.put(piece(i, finish="length"))
+            queue.put(piece(i, finish="length"))  # answered, and not read
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(queue.room(), 0.01)
+            await asyncio.wait_for(queue.room(MAX_OPEN_CHUNKS), 0.01)
         assert (await queue.get()).outputs[0].token_ids == [0, 0]
-        await asyncio.wait_for(queue.room(), 1)
-        assert len(drain(queue)) == MAX_UNREAD_REPLIES - 1
+        await asyncio.wait_for(queue.room(MAX_OPEN_CHUNKS), 1)
+        assert len(drain(queue)) == MAX_OPEN_CHUNKS - 1
         waiting = asyncio.create_task(queue.get())
         await asyncio.sleep(0)
         queue.put(piece(9))

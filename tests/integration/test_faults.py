@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvpolicy.adapters.vllm import AsyncLLM
-from kvpolicy.core.errors import SessionFailedError
+from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
+from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
 from tests.integration.replay import random_chunks
 from tests.integration.test_async_llm import engine_options, exact, ordinary
 
@@ -237,6 +239,129 @@ def test_bad_input_costs_a_chunk_and_not_the_session(
     assert heard.reports[place]["message"]
     if place:
         assert heard.reports[place]["resident_tokens"] == heard.reports[place - 1]["resident_tokens"]
+
+
+# On the stock classes each of these ends the thread that reads for everybody, or the stream.
+MISTYPED = [
+    (chunk([np.int64(5)]), "unusable_chunk"),
+    (chunk([5, True]), "unusable_chunk"),
+    (chunk([5.5]), "unusable_chunk"),  # type: ignore[list-item]
+    (StreamingInput(prompt=TokensPrompt(prompt_token_ids=np.array([5, 6]))), "unusable_chunk"),
+    (StreamingInput(prompt=TokensPrompt(prompt_token_ids=iter([5, 6]))), "unusable_chunk"),
+    (None, "unusable_chunk"),
+    ({"prompt_token_ids": [5]}, "unusable_chunk"),
+    (chunk([9] * 5, delta(extra_args=[1])), "unusable_chunk"),
+    (chunk([9] * 5, delta(2.5)), "unsupported_parameters"),  # type: ignore[arg-type]
+    (chunk([9] * 5, SamplingParams(temperature=np.float32(0.5), max_tokens=4)), "unusable_chunk"),
+]
+
+
+@OURS
+@pytest.mark.parametrize(("bad", "code"), MISTYPED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("place", [0, 2], ids=["first", "third"])
+def test_values_of_other_types_cost_a_chunk(
+    engine: Any, runner: asyncio.Runner, bad: Any, code: str, place: int
+) -> None:
+    chunks = [chunk(tokens) for tokens in random_chunks(1, 4, 10, 20)]
+    chunks.insert(place, bad)
+    heard = hear(runner, engine, stream_of(*chunks), delta(), "mistyped")
+    expected = [(4, None)] * 4
+    expected.insert(place, (0, f"kvpolicy:{code}"))  # type: ignore[arg-type]
+    assert [(len(tokens), stop) for tokens, _, stop in heard.replies] == expected
+
+
+@OURS
+def test_parameters_of_a_stream_are_checked_like_those_of_a_chunk(engine: Any, runner: asyncio.Runner) -> None:
+    for params in (delta(2.5), delta(extra_args=[1]), SamplingParams(temperature=np.float32(0.5), max_tokens=4)):  # type: ignore[arg-type]
+        with pytest.raises(PolicyUsageError):
+            hear(runner, engine, stream_of(chunk([5])), params, "bad stream")
+
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(2)) as session:
+            with pytest.raises(PolicyUsageError, match="max_tokens"):
+                await session.push([5] * 5, sampling_params=exact(2.5))  # type: ignore[arg-type]
+            assert len((await session.push([5] * 5)).token_ids) == 2
+
+    runner.run(use())
+
+
+@OURS
+def test_what_the_caller_gives_is_never_changed(engine: Any, runner: asyncio.Runner) -> None:
+    """Deep down: vLLM's own checks fill in what they find."""
+    words = StructuredOutputsParams(choice=["yes", "no"])
+    params = delta(structured_outputs=words)
+    before = repr(params), repr(words)
+    heard = hear(runner, engine, stream_of(chunk([9] * 5, params), chunk([9] * 5)), params, "unchanged")
+    assert len(heard.replies) == 2
+    assert (repr(params), repr(words)) == before
+
+
+@OURS
+def test_a_first_chunk_that_asks_for_nothing_has_the_streams_budget(engine: Any, runner: asyncio.Runner) -> None:
+    asks_for_none = exact(4, extra_args={"streaming_retention": None})
+    chunks = [chunk(tokens, asks_for_none) for tokens in random_chunks(1, 40, 18, 24)]
+    heard = hear(runner, engine, stream_of(*chunks), delta(extra_args={"streaming_retention": WINDOW}), "none")
+    assert heard.reports[-1]["total_evicted_tokens"] > 0
+
+
+@OURS
+@pytest.mark.parametrize("who", ["a timeout around the yield", "somebody else"])
+def test_an_input_task_that_is_cancelled_ends_the_session(engine: Any, runner: asyncio.Runner, who: str) -> None:
+    """Not the producer is cancelled but the task that takes its chunks: vLLM tells nobody."""
+
+    async def stream() -> AsyncGenerator[StreamingInput, None]:
+        if who == "somebody else":
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().call_later(0.1, task.cancel)
+            yield chunk([9] * 5)
+            await asyncio.sleep(60)
+        async with asyncio.timeout(0.2):
+            while True:
+                yield chunk([9] * 5)
+
+    with pytest.raises(SessionFailedError, match="input_cancelled"):
+        hear(runner, engine, stream(), delta(), f"cancelled by {who}", pause_s=0.05)
+
+
+@only_ours_passes("a producer that never waits fills the queues, and the loop stands still")
+def test_a_producer_that_never_waits_is_held_back(engine: Any, runner: asyncio.Runner) -> None:
+    num_taken, num_read, most_open = 0, 0, 0
+
+    async def stream() -> AsyncGenerator[StreamingInput, None]:
+        nonlocal num_taken, most_open
+        for _ in range(60):
+            num_taken += 1
+            most_open = max(most_open, num_taken - num_read)
+            yield chunk([9] * 5)
+
+    async def use() -> None:
+        nonlocal num_read
+        async for output in engine.generate(stream(), delta(2), "eager"):
+            num_read += output.outputs[0].finish_reason is not None
+
+    runner.run(asyncio.wait_for(use(), 20))
+    assert most_open <= MAX_OPEN_CHUNKS + 1
+    assert num_taken == num_read == 60
+
+
+@OURS
+def test_an_idle_session_that_the_engine_ends_says_why(engine: Any, runner: asyncio.Runner) -> None:
+    async def use() -> None:
+        session = engine.open_session(retention=WINDOW, sampling_params=exact(2))
+        await session.push([5] * 5)
+        (request_id,) = engine.output_processor.request_states
+        report = {"kvpolicy": {"code": "internal_error", "message": "boom"}}
+        ended = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, kv_transfer_params=report)
+        processed = engine.output_processor.process_outputs([ended])
+        await engine.engine_core.abort_requests_async(processed.reqs_to_abort)
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            with pytest.raises(SessionFailedError, match="internal_error: boom"):
+                await session.push([5] * 5)
+        await asyncio.wait_for(asyncio.gather(session.close(), session.close()), 5)
+
+    runner.run(use())
 
 
 @only_ours_passes("nothing but bad input: the placeholder again")

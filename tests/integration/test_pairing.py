@@ -19,7 +19,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvpolicy.adapters.vllm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.collector import MAX_UNREAD_REPLIES
+from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
 from tests.integration.test_async_llm import engine_options, exact, ordinary
 from tests.models import SPECIAL_TOKENS, VOCAB_SIZE, echo_llama, successor
 
@@ -150,14 +150,14 @@ class Stream:
         """Read nothing until as many replies wait as may, and a while longer: no further chunk may be taken then."""
         live = (stream.replies for stream in engine._streams.values())
         queue = next((queue for queue in live if queue.request_id.startswith(f"{self.name}-")), None)
-        while queue is not None and queue._num_replies() < MAX_UNREAD_REPLIES:
+        while queue is not None and queue._num_boundaries - queue._num_read < MAX_OPEN_CHUNKS:
             await asyncio.sleep(0.002)
             if self.num_taken == len(self.chunks):
                 return  # so many may never come
         taken = self.num_taken
         await asyncio.sleep(self.source.uniform(0.0, 0.2))
         # One chunk may have been on its way through the producer.
-        assert self.num_taken <= taken + 1, f"{self.name}: chunks are taken while {MAX_UNREAD_REPLIES} replies wait"
+        assert self.num_taken <= taken + 1, f"{self.name}: chunks are taken while {MAX_OPEN_CHUNKS} replies wait"
         self.num_held_up += 1
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import RequestStatus
 
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession
@@ -114,6 +115,59 @@ def test_a_first_chunk_with_a_grammar(engine: SteppedEngine) -> None:
     assert text_of(engine, answer.token_ids) in {"yes", "no"}
     assert len(session.push([7] * 20).token_ids) == 12
     session.close()
+
+
+def test_a_grammar_ends_with_its_reply(session: SteppedSession) -> None:
+    """A consolidation or a parking after it computes the window without any grammar."""
+    engine = session.engine
+    for chunk in random_chunks(11, 20, 18, 24):
+        session.push(chunk, max_tokens=12, ignore_eos=False, structured_outputs=choice("yes", "no"))
+        if session.record.state is SessionState.CONSOLIDATING:
+            break
+    assert session.record.state is SessionState.CONSOLIDATING
+    assert session.record.request.structured_output_request is None
+    session.rest()
+    session.push([7] * 20, max_tokens=12, ignore_eos=False, structured_outputs=choice("yes", "no"))
+    session.rest()
+    engine.preempt_everything()
+    assert session.record.is_idle
+    assert engine.scheduler.sessions.blocks.num_blocks(session.id) == 0
+    assert session.record.request.structured_output_request is None
+
+
+@pytest.mark.parametrize("when", ["first chunk", "known at the fold", "found out later"])
+def test_a_grammar_that_cannot_be_compiled(engine: SteppedEngine, when: str) -> None:
+    """The front end refuses it; one that gets through costs the chunk, or the session if it was folded already."""
+    session = SteppedSession(engine, "session", retention=WINDOW)
+    broken = StructuredOutputsParams(regex="(")
+    broken._backend = "xgrammar"
+    if when != "first chunk":
+        session.push([7] * 20)
+    if when == "known at the fold":
+        session.send([7] * 20, max_tokens=20)
+        engine.step()
+    session.send([8] * 20, structured_outputs=broken)
+    if when == "known at the fold":
+        assert len(engine.answer(session.id).token_ids) == 20
+        answer = engine.answer(session.id)
+        assert (answer.finish_reason, answer.stop_reason) == ("length", "kvpolicy:unsupported_parameters")
+        assert len(session.push([7] * 20).token_ids) == 4
+        session.close()
+    else:
+        answer = engine.answer(session.id)
+        assert (answer.finish_reason, answer.stop_reason) == ("error", "kvpolicy:grammar_failed")
+    engine.outputs.clear()
+    assert not engine.scheduler.sessions.records
+    assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+def test_a_session_that_waits_for_its_grammar_can_be_parked(session: SteppedSession) -> None:
+    session.rest()
+    session.send([7] * 20, max_tokens=12, ignore_eos=False, structured_outputs=choice("yes", "no"))
+    assert session.record.request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    session.engine.preempt_everything()
+    assert session.engine.scheduler.sessions.blocks.num_blocks(session.id) == 0
+    assert text_of(session.engine, session.engine.answer(session.id).token_ids) in {"yes", "no"}
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 3])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm.exceptions import VLLMClientError
+from vllm.engine.protocol import StreamingInput
+from vllm.inputs import TokensPrompt
 from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
@@ -21,19 +23,18 @@ from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.output_processor import RequestRefusedError, SessionOutputProcessor, sendable
-from kvpolicy.adapters.vllm.v0_28.routing import sent_to
+from kvpolicy.adapters.vllm.v0_28.routing import counted_once, rank_of
 from kvpolicy.adapters.vllm.v0_28.session import Session
 from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
 from kvpolicy.adapters.vllm.v0_28.streams import InputStream
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
-from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY
+from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, rehearse
 from kvpolicy.core.budget import RetentionBudget
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 from kvpolicy.core.fold import Refuse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -131,7 +132,11 @@ class AsyncLLM(StockAsyncLLM):
         hook, self._before_shutdown = self._before_shutdown, None
         if hook is not None:
             hook()
+        handler = getattr(self, "output_handler", None)
         super().shutdown(timeout)
+        # In stock vLLM whoever waits for an output then waits for ever.
+        if handler is not None and not handler.get_loop().is_closed():
+            handler.get_loop().call_soon_threadsafe(self.output_processor.propagate_error, EngineDeadError())
 
     def open_session(
         self,
@@ -183,36 +188,44 @@ class AsyncLLM(StockAsyncLLM):
         checked.output_kind = RequestOutputKind.DELTA
         return checked
 
-    async def _refusal(self, chunk: StreamingInput, params: SamplingParams) -> Refuse | None:
-        """Return why the engine would not take a chunk in, or None.
+    async def _ready(self, chunk: StreamingInput, params: SamplingParams) -> StreamingInput | Refuse:
+        """Return a chunk as it is to be sent, or why the engine would not take it in.
 
-        Found here, that costs the chunk and not the session. ``params`` are for a chunk that brings none.
+        Found here, that costs the chunk and not the session (vLLM processes the chunk once more when it is sent). Its
+        parameters are a copy, with the stream's kind of outputs; ``params`` are for a chunk that brings none.
         """
-        params = chunk.sampling_params or params
         try:
-            self.checked_session_params(params)
+            own = deepcopy(chunk.sampling_params or params)
+            own.output_kind = params.output_kind
+            ready = StreamingInput(prompt=chunk.prompt, sampling_params=own)
+            return await self._refusal(ready) or ready
+        except Exception as error:  # noqa: BLE001 - whatever a caller puts into a chunk is that chunk's trouble alone
+            return Refuse("unusable_chunk", f"chunk: the engine refuses it: {type(error).__name__}: {error}")
+
+    async def _refusal(self, chunk: StreamingInput) -> Refuse | None:
+        """Return why the engine would not take a chunk in, or None; whatever else is wrong with it is raised."""
+        try:
+            self.checked_session_params(chunk.sampling_params)
         except PolicyUsageError as error:
             return Refuse("unsupported_parameters", str(error))
         tokens = chunk.prompt.get("prompt_token_ids") if isinstance(chunk.prompt, Mapping) else None
         limit = self.model_config.max_model_len
-        if tokens is not None and not tokens:
+        if tokens is not None and len(tokens) == 0:
             return Refuse("empty_chunk", "chunk: expected at least one token, got none")
         if tokens is not None and len(tokens) >= limit:
             message = (
-                f"chunk: expected fewer tokens than the context limit {limit}, got {len(tokens)}; send it in parts"
+                f"chunk: expected fewer than {limit} tokens (the context limit), got {len(tokens)}; send it in parts"
             )
             return Refuse("chunk_too_long", message)
-        try:
-            request = self.input_processor.process_inputs(
-                request_id="check",
-                prompt=chunk.prompt,
-                params=params,
-                supported_tasks=await self.get_supported_tasks(),
-            )
-        except (TypeError, ValueError, VLLMClientError) as error:
-            return Refuse("unusable_chunk", f"chunk: the engine refuses it: {error}")
+        request = self.input_processor.process_inputs(
+            request_id="check",
+            prompt=chunk.prompt,
+            params=chunk.sampling_params,
+            supported_tasks=await self.get_supported_tasks(),
+        )
         if request.prompt_embeds is not None:
             return Refuse("unusable_chunk", "chunk: expected tokens or text, got embeddings")
+        rehearse(request)
         return None
 
     async def add_request(
@@ -224,10 +237,10 @@ class AsyncLLM(StockAsyncLLM):
             RequestRefusedError: every reason why a session, or a request, cannot have them.
         """
         if isinstance(prompt, AsyncGenerator):
-            try:
-                self.checked_session_params(params)
-            except PolicyUsageError as error:
-                raise RequestRefusedError(error.reasons) from None
+            ready = await self._ready(StreamingInput(prompt=TokensPrompt(prompt_token_ids=[0])), params)
+            if isinstance(ready, Refuse):
+                raise RequestRefusedError(ready.message.splitlines())
+            params = ready.sampling_params
         return await super().add_request(request_id, prompt, sendable(params), *args, **kwargs)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:  # noqa: FBT001, FBT002 - stock signature
@@ -249,11 +262,11 @@ class AsyncLLM(StockAsyncLLM):
         **kwargs: Any,
     ) -> RequestOutputCollector:
         stream = InputStream(request_id, BoundaryCollector(sampling_params.output_kind), sampling_params)
-        chunks = stream.checked(input_stream, partial(self._refusal, params=sampling_params))
+        chunks = stream.checked(input_stream, partial(self._ready, params=sampling_params))
         queue = await super()._add_streaming_input_request(request_id, chunks, sampling_params, *args, **kwargs)
         # The input task has been made but has not run yet, so this comes before its first chunk.
         self._streams[queue] = stream
-        stream.replies.adopt(queue).add_done_callback(lambda _: self._streams.pop(queue))
+        stream.replies.adopt(queue).add_done_callback(lambda _: self._streams.pop(queue).input_ended())
         return stream.replies
 
     async def _add_request(
@@ -270,10 +283,10 @@ class AsyncLLM(StockAsyncLLM):
             _without_marker(request)
             await super()._add_request(request, prompt, parent_req, index, queue)
         elif self._may_send(stream, request, queue.output):
-            is_later = stream.is_known
             stream.mark(request)
-            await super()._add_request(request, prompt, parent_req, index, stream.replies)
-            stream.rank = sent_to(self.engine_core, request.request_id, is_later=is_later)
+            with counted_once(self.engine_core, request.request_id):
+                await super()._add_request(request, prompt, parent_req, index, stream.replies)
+            stream.rank = rank_of(self.engine_core, request.request_id)
 
     def _may_send(self, stream: InputStream, request: EngineCoreRequest, failure: Any) -> bool:
         """Whether a message of a stream is to be sent; tell the consumer of what ended its input.
@@ -282,9 +295,11 @@ class AsyncLLM(StockAsyncLLM):
             SessionClosedError: the session has ended meanwhile: nothing may be sent that could bring it back.
         """
         is_final = not request.resumable
-        if is_final and isinstance(failure, Exception):
-            # What the stream has raised; vLLM's input task left it in its own queue.
-            stream.replies.put(failure)
+        if is_final:
+            stream.is_complete = True
+            if isinstance(failure, Exception) and not stream.is_stopped:
+                # What the stream has raised; vLLM's input task left it in its own queue.
+                stream.replies.put(failure)
         has_ended = stream.is_known and request.request_id not in self.output_processor.request_states
         if has_ended or stream.is_stopped:
             if not is_final:

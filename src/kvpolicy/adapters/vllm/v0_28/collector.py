@@ -12,8 +12,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from kvpolicy.adapters.vllm.v0_28.wire import ChunkReport
 
-# Replies that may wait for a slow consumer before no further chunk is taken from its stream.
-MAX_UNREAD_REPLIES = 8
+# Chunks of a stream that may be on their way, or answered and unread, before no further one is taken from it.
+MAX_OPEN_CHUNKS = 8
 # How long an abort waits for a stream to clean up, in seconds.
 PATIENCE_S = 2.0
 
@@ -29,10 +29,10 @@ class BoundaryCollector(RequestOutputCollector):
         """Make an empty queue."""
         super().__init__(output_kind, request_id)
         self._unread: deque[Any] = deque()
-        self._room = asyncio.Event()
-        self._room.set()
         self._num_boundaries = 0
-        self._boundary = asyncio.Event()
+        self._num_read = 0
+        # Set when one of the two has grown.
+        self._progress = asyncio.Event()
         # What the scheduler said with the last boundary, None before the first.
         self.last_report: ChunkReport | None = None
 
@@ -64,10 +64,8 @@ class BoundaryCollector(RequestOutputCollector):
         self.ready.set()
         if isinstance(output, RequestOutput) and _is_boundary(output):
             self._num_boundaries += 1
-            self._boundary.set()
+            self._progress.set()
             self.last_report = ChunkReport.from_wire(output.kv_transfer_params) or self.last_report
-        if self._num_replies() >= MAX_UNREAD_REPLIES:
-            self._room.clear()
 
     async def get(self) -> Any:
         """Return the oldest output, or raise the exception that is in its place; wait if there is none."""
@@ -79,28 +77,30 @@ class BoundaryCollector(RequestOutputCollector):
         """Do the same, but return None if there is none."""
         return self._take() if self._unread else None
 
-    async def room(self) -> None:
-        """Wait until few enough replies are unread that another chunk may be taken in."""
-        await self._room.wait()
+    async def room(self, num_chunks: int) -> None:
+        """Wait until, of so many chunks taken from the stream, few enough are not answered and read."""
+        while num_chunks - self._num_read >= MAX_OPEN_CHUNKS:
+            await self._wait_for_progress()
 
-    async def answered(self, num_replies: int) -> None:
-        """Wait until so many replies have ended, read or not."""
-        while self._num_boundaries < num_replies:
-            self._boundary.clear()
-            await self._boundary.wait()
+    async def answered(self, num_chunks: int) -> None:
+        """Wait until so many chunks are answered, read or not."""
+        while self._num_boundaries < num_chunks:
+            await self._wait_for_progress()
+
+    async def _wait_for_progress(self) -> None:
+        self._progress.clear()
+        await self._progress.wait()
 
     def _take(self) -> Any:
         output = self._unread.popleft()
         if not self._unread:
             self.ready.clear()
-        if self._num_replies() < MAX_UNREAD_REPLIES:
-            self._room.set()
         if isinstance(output, Exception):
             raise output
+        if isinstance(output, RequestOutput) and _is_boundary(output):
+            self._num_read += 1
+            self._progress.set()
         return output
-
-    def _num_replies(self) -> int:
-        return sum(isinstance(output, RequestOutput) and _is_boundary(output) for output in self._unread)
 
 
 def _is_boundary(output: RequestOutput) -> bool:

@@ -181,8 +181,8 @@ def sampling_errors(params: Any) -> tuple[str, ...]:
         (bool(params.stop), f"sampling_params.stop: expected no stop strings, got {params.stop!r}; use stop_token_ids"),
         (params.prompt_logprobs is not None, "sampling_params.prompt_logprobs: not supported with sessions"),
         (
-            params.max_tokens is None or params.max_tokens < 1,
-            f"sampling_params.max_tokens: expected an integer >= 1, got {params.max_tokens}",
+            type(params.max_tokens) is not int or params.max_tokens < 1,
+            f"sampling_params.max_tokens: expected an integer >= 1, got {params.max_tokens!r}",
         ),
     )
     return _messages(refused)

@@ -30,6 +30,7 @@ from kvpolicy.core.states import SessionState
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
 
 
 class SessionScheduler(CompactionScheduler):
@@ -124,6 +125,18 @@ class SessionScheduler(CompactionScheduler):
             except Exception:  # noqa: BLE001 - parking helps, but no session may stop a step
                 log_fault("parking.failed")
         return super().schedule(throttle_prefills)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process a step; a session whose grammar cannot be compiled ends with a code and not just with an error."""
+        for request_id in self.grammar_compile_error_reqs & self.sessions.records.keys():
+            self.grammar_compile_error_reqs.discard(request_id)
+            request = self.requests[request_id]
+            self._end(
+                request, Refuse("grammar_failed", f"structured_outputs: {request.structured_output_request.grammar}")
+            )
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _directive(self, scheduler_output: SchedulerOutput) -> StepDirective:
         directive = super()._directive(scheduler_output)
@@ -297,7 +310,8 @@ class SessionScheduler(CompactionScheduler):
         return min(waiting) if self.policy == SchedulingPolicy.PRIORITY else waiting[0]
 
     def _can_park(self, record: SessionRecord) -> bool:
-        waits_with_blocks = record.state is SessionState.PREFILLING and record.request.status == RequestStatus.WAITING
+        waiting = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+        waits_with_blocks = record.state is SessionState.PREFILLING and record.request.status in waiting
         holds = self.sessions.blocks.num_blocks(record.request.request_id) > 0
         return holds and (record.state is SessionState.IDLE or waits_with_blocks)
 

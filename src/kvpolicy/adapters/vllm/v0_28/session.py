@@ -11,7 +11,13 @@ from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 
 from kvpolicy.adapters.vllm.v0_28.wire import ChunkReport
-from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError, SessionFailedError
+from kvpolicy.core.errors import (
+    ChunkRefusedError,
+    KVPolicyError,
+    PolicyUsageError,
+    SessionClosedError,
+    SessionFailedError,
+)
 from kvpolicy.core.replies import Reply, SegmentView, SessionStats
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ class Session:
         self._pump: asyncio.Task[None] | None = None
         self._pending: _Pending | None = None
         self._ended: Exception | None = None
+        self._is_closing = False
         self._stats = SessionStats()
 
     async def push(
@@ -115,17 +122,17 @@ class Session:
         return self._stats
 
     async def close(self) -> None:
-        """End the session and wait until the engine has let go of it. Calling it again does nothing."""
-        pump, self._pump = self._pump, None
-        if self._ended is None:
-            self._ended = SessionClosedError("session: it was closed")
-        if pump is None:
-            return
-        if self._pending is not None:
-            pump.cancel()
-        else:
-            self._inputs.put_nowait(None)
-        await asyncio.gather(pump, return_exceptions=True)
+        """End the session and wait until the engine has let go of it. Calling it again waits for the same end."""
+        pump = self._pump
+        self._ended = self._ended or SessionClosedError("session: it was closed")
+        if pump is not None:
+            if not self._is_closing:
+                self._is_closing = True
+                if self._pending is not None:
+                    pump.cancel()
+                else:
+                    self._inputs.put_nowait(None)
+            await asyncio.wait({pump})
         # A task that is cancelled before its first step runs none of its own clean-up.
         self._fail_pending()
 
@@ -174,7 +181,7 @@ class Session:
         except asyncio.CancelledError:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever ends the stream reaches the caller of push
-            error = failure if isinstance(failure, PolicyUsageError) else SessionFailedError("engine", str(failure))
+            error = failure if isinstance(failure, KVPolicyError) else SessionFailedError("engine", str(failure))
             error.__cause__ = failure if error is not failure else None
         finally:
             self._ended = self._ended or error
@@ -188,18 +195,19 @@ class Session:
 
     def _take(self, output: RequestOutput) -> None:
         pending, completion = self._pending, output.outputs[0]
-        if pending is None:
-            return
-        pending.add(completion)
+        if pending is not None:
+            pending.add(completion)
         if completion.finish_reason is None:
             return
         report = ChunkReport.from_wire(output.kv_transfer_params)
         self._pending = None
         error = _error_of(completion, report)
         if report is None or completion.finish_reason in _TERMINAL:
-            self._ended = error
-        else:
+            self._ended = self._ended or error
+        elif pending is not None:
             self._count(report, pending)
+        if pending is None:
+            return
         if error is not None or report is None:
             pending.fail(error)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, evolve
 from vllm.engine.protocol import StreamingInput
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.async_llm import InputStreamError
 
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, STOP_PREFIX, ChunkMarker, ChunkReport
 from kvpolicy.core.errors import SessionFailedError
@@ -32,9 +32,10 @@ class InputStream:
         request_id: the caller's name for it.
         replies: where its replies go.
         params: the stream's own sampling parameters. Those of a chunk replace them, but for what holds for the whole
-            stream: the kind of its outputs and the retention.
+            stream: the kind of its outputs, and the retention where the first chunk asks for none.
         num_chunks: chunks dealt with so far, refused ones included.
         is_known: whether the engine has been told of it.
+        is_complete: whether the end of its input has been dealt with.
         is_stopped: whether an abort has ended it: nothing may be sent any more.
         rank: the data-parallel rank of the engine that holds it; None until that is known, or where there is but one.
     """
@@ -44,31 +45,38 @@ class InputStream:
     params: SamplingParams
     num_chunks: int = 0
     is_known: bool = False
+    is_complete: bool = False
     is_stopped: bool = False
     rank: int | None = None
 
     async def checked(
         self,
         chunks: AsyncGenerator[StreamingInput, None],
-        refusal_of: Callable[[StreamingInput], Awaitable[Refuse | None]],
+        ready: Callable[[StreamingInput], Awaitable[StreamingInput | Refuse]],
     ) -> AsyncGenerator[StreamingInput, None]:
-        """Yield the chunks that may be sent; answer the others with a boundary, in their place.
+        """Yield the chunks as ``ready`` returns them; answer those that it refuses with a boundary, in their place.
 
-        No further chunk is taken while too many replies are unread.
-
-        Raises:
-            SessionFailedError: the producer was cancelled (but not this task). Whatever else it raises comes as it is.
+        No further chunk is taken while too many are on their way or unread.
         """
         async with aclosing(chunks):
-            while (chunk := await _next(chunks)) is not None:
-                refusal = await refusal_of(chunk)
-                if refusal is None:
-                    yield self._with_kind(chunk)
+            async for chunk in chunks:
+                checked = await ready(chunk)
+                if isinstance(checked, StreamingInput):
+                    yield checked
                 else:
                     await self.replies.answered(self.num_chunks)
-                    self.replies.put(self._refused(refusal))
+                    self.replies.put(self._refused(checked))
                 self.num_chunks += 1
-                await self.replies.room()
+                await self.replies.room(self.num_chunks)
+
+    def input_ended(self) -> None:
+        """Tell the consumer if the input has ended in a way that vLLM tells nobody of.
+
+        Its input task takes every cancellation for the end of the request, that of the producer as well.
+        """
+        if not (self.is_complete or self.is_stopped):
+            error = SessionFailedError("input_cancelled", "the stream's input was cancelled")
+            self.replies.put(InputStreamError(error))
 
     def name(self, *, internal: bool) -> str:
         """Return the id by which the caller, or vLLM itself, calls it."""
@@ -85,21 +93,13 @@ class InputStream:
         """Mark a message with its place, and send it where the session is."""
         marker = ChunkMarker(self.num_chunks, first=not self.is_known, final=not request.resumable)
         extra_args = marker.to_extra_args(request.sampling_params.extra_args)
-        retention = (self.params.extra_args or {}).get(RETENTION_KEY)
-        if marker.first and retention is not None:
-            extra_args.setdefault(RETENTION_KEY, retention)
+        if marker.first and extra_args.get(RETENTION_KEY) is None:
+            extra_args[RETENTION_KEY] = (self.params.extra_args or {}).get(RETENTION_KEY)
         request.sampling_params = copy(request.sampling_params)
         request.sampling_params.extra_args = extra_args
         if self.rank is not None:
             request.data_parallel_rank = self.rank
         self.is_known = True
-
-    def _with_kind(self, chunk: StreamingInput) -> StreamingInput:
-        if chunk.sampling_params is None or chunk.sampling_params.output_kind == self.params.output_kind:
-            return chunk
-        params = copy(chunk.sampling_params)
-        params.output_kind = self.params.output_kind
-        return StreamingInput(prompt=chunk.prompt, sampling_params=params)
 
     def _refused(self, refusal: Refuse) -> RequestOutput:
         """Return the boundary of a chunk that is not sent; the session is as its last report says."""
@@ -132,18 +132,3 @@ class InputStream:
             outputs=[completion],
             **{"finished": False, **fields},
         )
-
-
-async def _next(chunks: AsyncGenerator[StreamingInput, None]) -> StreamingInput | None:
-    """Return the next chunk, None at the end of the stream.
-
-    A cancellation that comes out of the producer looks to vLLM's input task like its own, after which nobody would end
-    the session or tell its consumer.
-    """
-    try:
-        return await anext(chunks, None)
-    except (asyncio.CancelledError, GeneratorExit):
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise SessionFailedError("input_cancelled", "the producer of the stream's chunks was cancelled") from None

@@ -63,7 +63,7 @@ SURFACE: tuple[PrivateName, ...] = (
         "Scheduler",
         "requests running waiting skipped_waiting num_waiting_for_streaming_input finished_req_ids kv_cache_manager "
         "kv_cache_config vllm_config policy block_size hash_block_size max_model_len max_num_running_reqs "
-        "finished_req_ids_dict",
+        "finished_req_ids_dict grammar_compile_error_reqs",
     ),
     # Request and its per-token arrays.
     *_attributes(
@@ -184,6 +184,9 @@ SURFACE: tuple[PrivateName, ...] = (
         process_inputs="self request_id prompt params supported_tasks arrival_time lora_request tokenization_kwargs "
         "trace_headers priority data_parallel_rank resumable session_id",
     ),
+    *_methods("vllm.v1.serial_utils", "MsgpackEncoder", encode="self obj"),
+    *_methods("vllm.v1.serial_utils", "MsgpackDecoder", decode="self bufs"),
+    *_methods("vllm.v1.engine.output_processor", "OutputProcessor", propagate_error="self e"),
     # Which data-parallel engine has a session.
     *_attributes("vllm.v1.engine.core_client", "DPLBAsyncMPClient", "reqs_in_flight engine_inflight core_engines"),
     *_attributes("vllm.v1.metrics.loggers", "StatLoggerManager", "stat_loggers"),

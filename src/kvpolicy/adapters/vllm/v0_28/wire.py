@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, evolve, field, frozen
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
     from kvpolicy.core.compaction import CompactionEvent
@@ -24,6 +25,14 @@ STOP_PREFIX = "kvpolicy:"
 TERMINAL = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 # Where an output carries engine-wide counters to the front end.
 TOTALS_KEY = "totals"
+
+
+def rehearse(request: EngineCoreRequest) -> None:
+    """Raise what sending a request would raise at either end.
+
+    At the engine's, where its values are decoded into their types, that would end the thread which reads for everybody.
+    """
+    MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
 
 
 @frozen
