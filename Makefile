@@ -16,19 +16,30 @@ ENGINE_READY := $(VENV)/.stamp-package-$(call key,$(ENGINE_LOCKS) pyproject.toml
 CORE_STAMP := $(CORE)/.stamp-locks-$(call key,requirements/core.txt)
 CORE_READY := $(CORE)/.stamp-package-$(call key,requirements/core.txt pyproject.toml)
 
+# What the demo model is served with. vLLM's own defaults take most of the memory, and compile for minutes. A model as
+# small as this needs one thread; several that wait for each other on a busy machine took a second for each token.
+SERVE_FLAGS := --host 127.0.0.1 --port 8000 --served-model-name smollm2 --enable-streaming --max-model-len 2048 \
+  --block-size 32 --max-num-seqs 8 --kv-cache-memory-bytes 512000000 --enforce-eager
+
 # Modules from outside the environments would hide what the lock files lack.
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint unit integration bench model clean
+.PHONY: help demo serve test check lint unit integration bench model clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: model ## set up, then stream a long text through a bounded session on a real model
 	@$(VENV)/bin/kvpolicy demo $(ARGS)
+
+serve: $(ENGINE_READY) ## set up, then serve a small model with sessions on 127.0.0.1:8000; ARGS='--port 8001' and so on
+	@model=$$($(VENV)/bin/kvpolicy model) && \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	  VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind} \
+	  exec $(VENV)/bin/kvpolicy serve "$$model" $(SERVE_FLAGS) $(ARGS)
 
 test: check integration ## set up, then run every check and every test
 
@@ -46,7 +57,7 @@ unit: $(CORE_READY) ## unit tests and doc examples, with the coverage of the cor
 	@$(CORE)/bin/python scripts/assert_light.py
 	@$(CORE)/bin/python -m pytest -q --doctest-modules --cov=kvpolicy.core tests/unit src/kvpolicy/core
 
-integration: $(ENGINE_READY) ## tests on the real engine
+integration: model ## tests on the real engine
 	@sh scripts/install_browser.sh
 	@sh scripts/install_tools.sh
 	@echo '== integration tests on the real engine (several minutes)'

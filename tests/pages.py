@@ -27,8 +27,11 @@ DOCS = ROOT / "docs"
 STATES_PAGE = DOCS / "reference" / "states.md"
 PICTURE = DOCS / "explanation" / "one-fold.svg"
 WORKED_EXAMPLE = DOCS / "explanation" / "how-a-session-stays-bounded.md"
-# A block that imports one of these runs on the engine.
+# A block that imports one of these runs on the engine, or with a server.
 _ENGINE_NAMES = ("vllm", "kvpolicy.adapters")
+_SERVER_NAMES = ("kvpolicy.client",)
+# Where the pages' server listens.
+ADDRESS = "127.0.0.1:8000"
 
 
 @frozen
@@ -91,16 +94,71 @@ def python_pages(*, engine: bool) -> list[Path]:
     """Return the pages with Python blocks that need an engine, or those with Python blocks that need none."""
     found = []
     for page in pages():
-        code = [block.code for block in blocks(page) if block.language == "python"]
-        needs_engine = any(re.search(rf"(from|import) {name}\b", text) for text in code for name in _ENGINE_NAMES)
-        if code and needs_engine is engine:
+        code = python_blocks(page)
+        if code and not _imports(code, _SERVER_NAMES) and _imports(code, _ENGINE_NAMES) is engine:
             found.append(page)
     return found
+
+
+def server_pages() -> list[Path]:
+    """Return the pages whose commands talk to the server of ``make serve``."""
+    return [page for page in pages() if any(ADDRESS in block.code for block in server_blocks(page))]
+
+
+def server_blocks(page: Path) -> list[Block]:
+    """Return the blocks of a page that talk to a server: those that use curl, and Python with our client."""
+    return [
+        block
+        for block in blocks(page)
+        if (block.language == "sh" and "curl -" in block.code)
+        or (block.language == "python" and _imports([block], _SERVER_NAMES))
+    ]
+
+
+def answer_after(block: Block) -> Block | None:
+    """Return the answer that a page shows for a block's commands: the next block, if it is text or JSON."""
+    later = [other for other in blocks(block.page) if other.line > block.line]
+    return later[0] if later and later[0].language in {"json", "text"} else None
+
+
+def _imports(code: list[Block], names: tuple[str, ...]) -> bool:
+    return any(re.search(rf"(from|import) {name}\b", block.code) for block in code for name in names)
 
 
 def python_blocks(page: Path) -> list[Block]:
     """Return the Python blocks of a page, in order."""
     return [block for block in blocks(page) if block.language == "python"]
+
+
+def rows(page: Path, heading: str | None = None) -> list[list[str]]:
+    """Return the cells of the table rows of a page (of one section), header lines left out."""
+    lines = [line for line in section(page, heading).splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def section(page: Path, heading: str | None) -> str:
+    """Return the text under a heading of the second level, or all of a page."""
+    text = page.read_text(encoding="utf-8")
+    if heading is None:
+        return text
+    return re.split(r"^## ", text.split(f"## {heading}\n", 1)[1], flags=re.MULTILINE)[0]
+
+
+def names(cell: str) -> list[str]:
+    """Return what a text has in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def first_names(page: Path, heading: str | None = None) -> list[str]:
+    """Return the first name of each row."""
+    return [names(row[0])[0] for row in rows(page, heading)]
+
+
+def makefile_flags(name: str) -> str:
+    """Return the value of a variable of the Makefile, on one line."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (value,) = re.findall(rf"^{name} := (.*)$", text, flags=re.MULTILINE)
+    return str(value)
 
 
 def links(page: Path) -> Iterator[tuple[int, str]]:

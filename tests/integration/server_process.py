@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _START_S, _END_S, _POLL_S = 120, 40, 0.1
+# For random weights and short contexts.
+TINY_ENGINE = (
+    "--dtype float32 --max-model-len 512 --max-num-batched-tokens 512 --block-size 16 --max-num-seqs 8 "
+    f"--num-gpu-blocks-override 200 --kv-cache-memory-bytes {1 << 28} --enforce-eager"
+)
 COMMAND = (sys.executable, "-c", "import kvpolicy.cli; kvpolicy.cli.main()")
 
 
@@ -87,24 +92,20 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def running(log: Path, model: Path, *flags: str) -> Iterator[ServerProcess]:
-    """Yield a server that answers, with a tiny engine; end it afterwards if it still runs."""
-    with starting(log, model, *flags) as server:
+def running(log: Path, model: Path, *flags: str, engine: str = TINY_ENGINE) -> Iterator[ServerProcess]:
+    """Yield a server that answers; end it afterwards if it still runs."""
+    with starting(log, model, *flags, engine=engine) as server:
         server.wait_until_up()
         yield server
 
 
 @contextlib.contextmanager
-def starting(log: Path, model: Path, *flags: str) -> Iterator[ServerProcess]:
+def starting(log: Path, model: Path, *flags: str, engine: str = TINY_ENGINE) -> Iterator[ServerProcess]:
     """Yield such a server as soon as there is a process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    engine = (
-        "--dtype float32 --max-model-len 512 --max-num-batched-tokens 512 --block-size 16 --max-num-seqs 8 "
-        f"--num-gpu-blocks-override 200 --kv-cache-memory-bytes {1 << 28} --enforce-eager"
-    )
-    command = [*COMMAND, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *engine.split(), *flags]
+    command = [*COMMAND, "serve", str(model), *engine.split(), "--host", "127.0.0.1", "--port", str(port), *flags]
     with log.open("wb") as file:
         process = subprocess.Popen(  # noqa: S603 - ours
             command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}

@@ -17,7 +17,20 @@ from kvpolicy.core.budget import RetentionBudget
 from kvpolicy.core.policies import RandKV, SinkWindow
 from kvpolicy.core.replies import Reply, SessionStats
 from kvpolicy.core.states import SessionState
-from tests.pages import DOCS, ROOT, anchors, blocks, generated, links, pages, python_blocks, python_pages
+from tests.pages import (
+    DOCS,
+    ROOT,
+    anchors,
+    blocks,
+    first_names,
+    generated,
+    links,
+    names,
+    pages,
+    python_blocks,
+    python_pages,
+    rows,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,23 +41,6 @@ ADAPTER = ROOT / "src" / "kvpolicy" / "adapters" / "vllm" / "v0_28"
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def rows(page: Path, heading: str | None = None) -> list[list[str]]:
-    """Return the cells of the table rows of a page (of one section), header lines left out."""
-    text = page.read_text(encoding="utf-8")
-    if heading is not None:
-        text = re.split(r"^## ", text.split(f"## {heading}\n", 1)[1], flags=re.MULTILINE)[0]
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-def names(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
-def first_names(page: Path, heading: str | None = None) -> list[str]:
-    return [names(row[0])[0] for row in rows(page, heading)]
 
 
 def class_fields(module: str, owner: str) -> list[str]:

@@ -14,7 +14,6 @@ import structlog
 
 SESSION_OPENED = "session.opened"
 SESSION_CLOSED = "session.closed"
-SESSION_REFUSED = "session.refused"
 RELEASE_LATE = "release.overdue"
 RELEASE_FAILED = "release.failed"
 CHUNK_ANSWERED = "chunk.answered"

@@ -129,7 +129,7 @@ class FrameReply(BaseModel):
     chunk_tokens: int = Field(description="Length of the chunk, in tokens.")
     reply_tokens: int
     ttft_s: float = Field(description="From handing the chunk to the engine to the first token of the reply.")
-    latency_s: float = Field(description="From there to the last one.")
+    latency_s: float = Field(description="From handing the chunk to the engine to the end of the reply.")
     evicted_tokens: int = Field(description="Tokens that this chunk pushed out.")
     resident_tokens: int = Field(description="Tokens that the session holds now.")
     blocks: int = Field(description="KV blocks that it holds now.")

@@ -30,10 +30,10 @@ class ServerSettings:
         tombstone_s: how long a session that has ended still says why.
         max_sessions: open sessions at a time; None: as many as the engine takes.
         max_tokens: longest reply, in tokens.
-        temperature: as in vLLM's ``SamplingParams``, like the three that follow.
-        top_p: see there.
-        repetition_penalty: see there.
-        frequency_penalty: see there.
+        temperature: how random replies are; 0 always takes the likeliest token.
+        top_p: tokens are drawn from the likeliest ones that have this share of the probability together; 1: from all.
+        repetition_penalty: above 1, tokens that the prompt or the reply has had become less likely; 1: no change.
+        frequency_penalty: above 0, a token becomes less likely each time that the reply has had it; 0: no change.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
