@@ -446,6 +446,18 @@ def test_a_priority_is_an_integer(engine: AsyncLLM, priority: Any) -> None:
         engine.open_session(priority=priority)
 
 
+async def shut_down_under_a_push(engine: AsyncLLM) -> None:
+    """Whoever waits for a reply is told, and closing works."""
+    session = engine.open_session(retention=WINDOW, sampling_params=exact(150))
+    push = asyncio.create_task(session.push([5] * 20))
+    await asyncio.sleep(0.05)
+    assert not push.done()
+    engine.shutdown()
+    with pytest.raises(SessionFailedError, match="engine"):
+        await asyncio.wait_for(push, 5)
+    await asyncio.wait_for(session.close(), 5)
+
+
 def test_the_default_compilation_mode(runner: asyncio.Runner, tiny_model: Path) -> None:
     """Not eager: the compiled graph reads the positions that the runner shifted. Same tokens as the eager engine."""
 
@@ -453,7 +465,7 @@ def test_the_default_compilation_mode(runner: asyncio.Runner, tiny_model: Path) 
         engine = AsyncLLM(**engine_options(tiny_model, enforce_eager=eager))
         async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
             replies = [await session.push(chunk) for chunk in random_chunks(5, 20, 18, 24)]
-        engine.shutdown()
+        await shut_down_under_a_push(engine)
         assert sum(reply.evicted for reply in replies) > 0
         return [reply.token_ids for reply in replies]
 
