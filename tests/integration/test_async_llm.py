@@ -257,6 +257,26 @@ def test_a_refused_chunk_leaves_the_session_usable(engine: AsyncLLM, run: Run[No
     run(use())
 
 
+def test_a_text_of_any_length_costs_that_chunk_only(engine: AsyncLLM, run: Run[None]) -> None:
+    """What can never fit is not even made into tokens; what takes long to encode is encoded in a thread."""
+
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4)) as session:
+            await session.push("hello")
+            for num_chars in (5_000, 10_000_000):
+                with pytest.raises(ChunkRefusedError, match="chunk_too_long"):
+                    await session.push("x" * num_chars)
+            first, second = (asyncio.create_task(session.push("x" * 5_000)) for _ in range(2))
+            await asyncio.wait({first, second})
+            assert {type(task.exception()) for task in (first, second)} == {ChunkRefusedError, PolicyUsageError}
+            assert len((await session.push("still here")).token_ids) == 4
+        with pytest.raises(ChunkRefusedError, match="characters"):
+            async with engine.open_session(system_prompt="x" * 10_000_000, retention=WINDOW) as session:
+                await session.push("hello")
+
+    run(use())
+
+
 def test_one_chunk_in_flight_and_nothing_after_close(engine: AsyncLLM, run: Run[None]) -> None:
     async def use() -> None:
         session = engine.open_session(retention=WINDOW, sampling_params=exact(30))

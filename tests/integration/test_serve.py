@@ -115,6 +115,21 @@ def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerPr
         assert sum(reply["evicted_tokens"] for reply in replies) > 0
         assert max(reply["blocks"] for reply in replies) <= 21
         assert http.delete(f"{ROUTES}sessions/{session}").status_code == httpx.codes.OK
+    # Whoever knows an id can use the session; logs are read by many.
+    assert session not in streaming.text()
+    assert session[:8] in streaming.text()
+
+
+def test_without_flags_of_ours_it_is_the_stock_server(tiny_model: Path, tmp_path: Path) -> None:
+    """Also on the CPU build, where vLLM's own command does not start."""
+    with running(tmp_path / "log", tiny_model) as server:
+        assert completion(server, tiny_model)["usage"]["completion_tokens"] == 5
+        assert not [path for path in paths(server) if "streaming" in path]
+        for path in (ROUTES + "sessions", ROUTES + "config", "/streaming/console"):
+            assert httpx.get(server.url + path).status_code == httpx.codes.NOT_FOUND
+        assert "kvpolicy.adapters" not in server.text()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until_gone()
 
 
 def test_a_signal_ends_it_cleanly_and_a_pending_push_is_answered(streaming: ServerProcess) -> None:

@@ -217,12 +217,15 @@ def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyP
 def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM, runner: asyncio.Runner) -> None:
     from fastapi import FastAPI
 
-    async def use(engine: object, *, is_ours: bool = False) -> list[str]:
+    async def use(engine: object, *, is_ours: bool = False, num_servers: int = 1) -> list[str]:
+        args = SimpleNamespace(
+            api_server_count=num_servers, headless=False, grpc=False, data_parallel_multi_port_external_lb=False
+        )
         app, plugin = FastAPI(), endpoint_plugin()
         plugin.attach_router(app)
         if is_ours:
             setattr(app.state, PLUGIN_MARK, True)
-        await plugin.init_state(engine, app.state, SimpleNamespace())
+        await plugin.init_state(engine, app.state, args)
         return list(app.openapi()["paths"])
 
     paths = runner.run(use(started))
@@ -232,3 +235,5 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
     assert runner.run(use(started, is_ours=True)) == []
     with pytest.raises(PolicyUsageError, match="kvpolicy serve MODEL --enable-streaming"):
         runner.run(use(object()))
+    with pytest.raises(PolicyUsageError, match="--api-server-count 2: must be 1"):
+        runner.run(use(started, num_servers=2))

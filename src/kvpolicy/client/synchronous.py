@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from kvpolicy.client.errors import SessionApiError
+from kvpolicy.client.errors import SessionApiError, SessionConnectionError
 from kvpolicy.client.exchange import (
     BROKEN,
     DEFAULT_TIMEOUT,
@@ -25,10 +25,10 @@ from kvpolicy.client.exchange import (
     session_call,
 )
 from kvpolicy.client.values import FrameReply, OpenedSession, SessionStatus
-from kvpolicy.core.errors import KVPolicyError, SessionFailedError
+from kvpolicy.core.errors import KVPolicyError, PolicyUsageError, SessionFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     from kvpolicy.client.exchange import Unset
 
@@ -154,6 +154,10 @@ class Session:
         self.routing_key = routing_key
         self.last_reply: FrameReply | None = None
         self._line = line
+        self._next_index = 0
+        self._is_pushing = False
+        # The chunk whose answer was lost on the way: the server may have it or not.
+        self._lost: tuple[Any, ...] | None = None
 
     def push(self, turn: str | bytes, *, text: str = "", sampling: Mapping[str, Any] | None = None) -> FrameReply:
         """Push a chunk and return its reply.
@@ -170,8 +174,9 @@ class Session:
         Raises:
             KVPolicyError: see ``kvpolicy.client.errors``.
         """
-        call = self._push_call(turn, text, sampling, stream=False)
-        return self._replied(FrameReply.from_json(self._line.ask(call, num_tries=2)))
+        with self._place(turn, text, sampling) as index:
+            call = self._push_call(turn, text, sampling, index=index, stream=False)
+            return self._replied(FrameReply.from_json(self._line.ask(call, num_tries=2)))
 
     def stream(
         self, turn: str | bytes, *, text: str = "", sampling: Mapping[str, Any] | None = None
@@ -181,13 +186,14 @@ class Session:
         Arguments and errors are as in ``push``, and so is the second try, until the first piece has come. Leaving the
         loop early disconnects, which closes the session.
         """
-        call = self._push_call(turn, text, sampling, stream=True)
-        reader = EventReader()
-        with closing(self._line.lines(call)) as lines:
-            for line in lines:
-                if (piece := reader.feed(line)) is not None:
-                    yield piece
-        self._replied(reader.require_reply())
+        with self._place(turn, text, sampling) as index:
+            call = self._push_call(turn, text, sampling, index=index, stream=True)
+            reader = EventReader()
+            with closing(self._line.lines(call)) as lines:
+                for line in lines:
+                    if (piece := reader.feed(line)) is not None:
+                        yield piece
+            self._replied(reader.require_reply())
 
     def status(self) -> SessionStatus:
         """Return what the session holds."""
@@ -216,10 +222,35 @@ class Session:
             if kind is None:
                 raise
 
-    def _push_call(self, turn: str | bytes, text: str, sampling: Mapping[str, Any] | None, *, stream: bool) -> Call:
-        index = 0 if self.last_reply is None else self.last_reply.frame_index + 1
+    @contextmanager
+    def _place(self, *chunk: Any) -> Iterator[int]:  # noqa: ANN401 - what a push takes
+        """Hold the place of the one chunk in flight; yield its index.
+
+        Where the answer to the chunk before was lost, and this is another one, the server is asked how far it is. The
+        same chunk again has the same index, and gets the answer that there was.
+        """
+        if self._is_pushing:
+            raise PolicyUsageError("push: the reply to the chunk before is pending; one chunk is in flight at a time")
+        self._is_pushing = True
+        try:
+            if self._lost not in (None, chunk):
+                self._next_index = (self.status()).frames
+            self._lost = chunk
+            yield self._next_index
+            self._lost = None
+        except KVPolicyError as error:
+            if not isinstance(error, SessionConnectionError):
+                self._lost = None
+            raise
+        finally:
+            self._is_pushing = False
+
+    def _push_call(
+        self, turn: str | bytes, text: str, sampling: Mapping[str, Any] | None, *, index: int, stream: bool
+    ) -> Call:
         return push_call(self.id, self.routing_key, turn, text=text, sampling=sampling, index=index, stream=stream)
 
     def _replied(self, reply: FrameReply) -> FrameReply:
         self.last_reply = reply
+        self._next_index = reply.frame_index + 1
         return reply

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from copy import copy, deepcopy
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +166,21 @@ class AsyncLLM(StockAsyncLLM):
             params = copy(params)
             params.extra_args = {**(params.extra_args or {}), RETENTION_KEY: dict(retention)}
         params = self.checked_session_params(params)
-        encoder = TurnEncoder(self.renderer.tokenizer, system_prompt, use_chat_template)
-        return Session(self, encoder, params, priority=priority)
+        return Session(self, self.turn_encoder(system_prompt, use_chat_template), params, priority=priority)
+
+    def turn_encoder(self, system_prompt: str | None, use_chat_template: bool | None = None) -> TurnEncoder:  # noqa: FBT001 - as above
+        """Return what makes tokens of a session's turns.
+
+        Raises:
+            PolicyUsageError: a chat template is wanted and the model has none.
+        """
+        limit = self.model_config.max_model_len * self.renderer.tokenizer.max_chars_per_token
+        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=limit)
+
+    @cached_property
+    def _turn_tokenizer(self) -> Any:
+        """A tokenizer of our own: long turns are encoded in threads, and vLLM changes the settings of its own one."""
+        return deepcopy(self.renderer.tokenizer)
 
     def checked_session_params(self, params: SamplingParams) -> SamplingParams:
         """Return a copy of a chunk's sampling parameters that reports deltas.

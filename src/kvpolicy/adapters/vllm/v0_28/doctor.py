@@ -114,7 +114,7 @@ def _look_at_configuration(found: _Findings, args: Namespace, options: ServeOpti
             (found.sessions if reason.startswith("max_sessions") else found.policies).append(reason)
     found.sessions += config_errors(config)
     found.policies += compaction_errors(config)
-    found.both(*_attention_errors(config), *model_errors(config))
+    found.both(*model_errors(config))
     found.facts += _configuration_facts(config)
     return config
 
@@ -144,27 +144,6 @@ def _configuration_facts(config: VllmConfig) -> Iterator[Fact]:
     )
     # A session takes text for now, whatever its model takes.
     yield Fact("images in sessions", "no")
-
-
-def _attention_errors(config: VllmConfig) -> Iterator[str]:
-    """Yield why the model's layers cannot do, as far as its configuration says.
-
-    The engine looks at the layers themselves when it starts (``guards.cache_errors``).
-    """
-    model = config.model_config
-    text = model.hf_text_config
-    wrong = {
-        "a hybrid model": model.is_hybrid,
-        "no attention": model.is_attention_free,
-        "multi-head latent attention": model.use_mla,
-        "an encoder and a decoder": model.is_encoder_decoder,
-        f"a sliding window of {model.get_sliding_window()}": model.get_sliding_window() is not None,
-        "layers of several kinds": len(set(getattr(text, "layer_types", None) or ())) > 1,
-        "attention in chunks": getattr(text, "attention_chunk_size", None) is not None,
-    }
-    for what, is_so in wrong.items():
-        if is_so:
-            yield f"--model {model.model}: full causal attention is needed in every layer, got {what}"
 
 
 def _look_at_layout(found: _Findings, config: VllmConfig | None) -> None:

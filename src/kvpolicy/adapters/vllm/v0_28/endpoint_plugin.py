@@ -11,6 +11,7 @@ from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -32,11 +33,12 @@ class SessionEndpoints:
         """Keep the application: whether there are routes depends on its engine, which comes later."""
         self._app = app
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Add the routes.
 
         Raises:
-            PolicyUsageError: the engine is not ours, so it has no sessions: the server does not start.
+            PolicyUsageError: every reason why there can be no sessions, such as an engine that is not ours: the server
+                does not start.
         """
         if self._app is None or hasattr(state, PLUGIN_MARK):
             # ``kvpolicy serve`` decides for itself.
@@ -46,7 +48,9 @@ class SessionEndpoints:
                 f"VLLM_PLUGINS={self.name}: sessions need kvpolicy's engine, got {type(engine_client).__name__}; "
                 "start the server with: kvpolicy serve MODEL --enable-streaming"
             )
-            raise PolicyUsageError(reason)
+            raise PolicyUsageError([*process_errors(args), reason])
+        if reasons := [*process_errors(args), *model_errors(engine_client.vllm_config)]:
+            raise PolicyUsageError(reasons)
         frontend = SessionFrontend(ServerSettings())
         frontend.attach(self._app)
         frontend.start(SessionEngine(engine_client))

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _TERMINAL = frozenset({"abort", "error"})
 
 
+# Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
+_LONG_TURN = 4_000
+
+
 class _Pending:
     """The reply being collected."""
 
@@ -104,7 +108,8 @@ class Session:
         """
         self._require_ready()
         params = self._engine.checked_session_params(sampling_params or self._params)
-        prompt = TokensPrompt(prompt_token_ids=self._tokens(turn))
+        prompt = TokensPrompt(prompt_token_ids=await self._tokens(turn))
+        self._require_ready()
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name=self.id)
         pending = self._pending = _Pending(len(prompt["prompt_token_ids"]), on_text)
@@ -153,9 +158,10 @@ class Session:
             reason = "push: the reply to the chunk before is still pending; one chunk is in flight at a time"
             raise PolicyUsageError(reason)
 
-    def _tokens(self, turn: str | Sequence[int]) -> list[int]:
+    async def _tokens(self, turn: str | Sequence[int]) -> list[int]:
         if isinstance(turn, str):
-            return self._encoder.encode(turn)
+            is_long = len(turn) > _LONG_TURN
+            return await asyncio.to_thread(self._encoder.encode, turn) if is_long else self._encoder.encode(turn)
         tokens = list(turn)
         reasons = []
         if not tokens or any(type(token) is not int or token < 0 for token in tokens):

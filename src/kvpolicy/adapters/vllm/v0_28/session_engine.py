@@ -15,7 +15,6 @@ from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
-from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors, most_blocks
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -147,7 +146,7 @@ class SessionEngine:
             return None
         budget = RetentionBudget.from_mapping(retention).resolved(self._limits, max_tokens)
         # The shortest turn there is: what is too long even so can be said now.
-        first_chunk = len(TurnEncoder(self._engine.renderer.tokenizer, system_prompt).encode("-"))
+        first_chunk = len(self._engine.turn_encoder(system_prompt).encode("-"))
         reasons = admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
         if reasons:
             raise PolicyUsageError(reasons)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from attrs import define, field
 
-from kvpolicy.core.errors import PolicyUsageError
-
-# Stands for the reply while the template is rendered; the text behind it is what the next turn adds.
-_REPLY = "KVPOLICY-REPLY"
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
 
 
 @define
@@ -18,13 +16,17 @@ class TurnEncoder:
 
     With a chat template, the first turn is system prompt + user turn + the opening of a reply, and each later turn is
     the closing of the reply before it + user turn + opening. (The token that ended a reply was never computed, so the
-    closing belongs to the next chunk.) Without one, the text is used as it is.
+    closing belongs to the next chunk.) Without one, the text is used as it is. A text of more than ``max_chars``
+    characters is not even looked at.
     """
 
     tokenizer: Any
     system_prompt: str | None = None
     use_template: bool | None = None
+    max_chars: int | None = None
     _num_turns: int = field(default=0, init=False)
+    # Stands for the reply while the template is rendered; the text behind it is what the next turn adds.
+    _reply: str = field(factory=lambda: f"reply-{secrets.token_hex(8)}", init=False)
 
     def __attrs_post_init__(self) -> None:
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
@@ -38,9 +40,16 @@ class TurnEncoder:
         """Return the tokens that this turn adds to the session.
 
         Raises:
+            ChunkRefusedError: it is longer than any text that fits.
             PolicyUsageError: the turn has no tokens.
         """
         is_first = self._num_turns == 0
+        num_chars = len(text) + len(self.system_prompt or "") * is_first
+        if self.max_chars is not None and num_chars > self.max_chars:
+            message = (
+                f"turn: expected at most {self.max_chars} characters (more never fit the context), got {num_chars}"
+            )
+            raise ChunkRefusedError("chunk_too_long", message)
         rendered = self._with_template(text, is_first=is_first) if self.use_template else self._plain(text, is_first)
         # A template writes its own special tokens; plain text gets those that the tokenizer puts at a beginning.
         tokens = self.tokenizer.encode(rendered, add_special_tokens=is_first and not self.use_template)
@@ -61,8 +70,8 @@ class TurnEncoder:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         if is_first:
             return self._render(system + turn)
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _REPLY}]
-        return self._render(system + before + turn).split(_REPLY, 1)[1]
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": self._reply}]
+        return self._render(system + before + turn).split(self._reply, 1)[1]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
