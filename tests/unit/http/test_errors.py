@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -213,6 +214,36 @@ def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session(kind
             later = await server.push(path, "hi")
             assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
             assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_reply_that_cannot_be_answered_is_a_fault_of_ours_and_ends_the_session() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.finish_reason = None
+            answer = await asyncio.wait_for(server.push(path, "hi"), 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+            later = await server.push(path, "hi")
+            assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
+            assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_in_the_handling_of_a_failure_reaches_the_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.script.append(ChunkRefusedError("no_room_now", "later"))
+            monkeypatch.setattr(SessionMetrics, "refused", broken)
+            answer = await asyncio.wait_for(server.push(path, "hi"), 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+            assert error_of(await server.push(path, "hi"))["code"] == "ended_internal"
 
     asyncio.run(scenario())
 

@@ -139,19 +139,24 @@ class ServedSession:
             raise conflict("frame_index", f"frame_index: expected {self.num_frames}, the next one, got {frame.index}")
         flight = Flight(self.num_frames, digest, self._abandon)
         self._pending = flight
-        self._driver = asyncio.create_task(self._drive(frame, flight, deadline_s), name=f"push-{self.id}")
+        self._driver = asyncio.create_task(
+            self._drive(frame, flight, deadline_s), name=f"push-{events.shown_id(self.id)}"
+        )
         self._on_change(self)
         return flight.wait()
 
     async def _drive(self, frame: Frame, flight: Flight, deadline_s: float) -> None:
         """Bring one chunk to the engine and its reply back."""
         try:
-            turn = await self._turn(frame, deadline_s)
-            reply = await self._push(turn, frame, flight)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the session stays in order
-            self._failed(flight, error)
-        else:
-            self._succeeded(flight, reply)
+            try:
+                turn = await self._turn(frame, deadline_s)
+                reply = await self._push(turn, frame, flight)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+                self._failed(flight, error)
+            else:
+                self._succeeded(flight, reply)
+        except Exception as error:  # noqa: BLE001 - a fault in the handling itself must not leave anybody waiting
+            self._broke(flight, error)
 
     async def _turn(self, frame: Frame, deadline_s: float) -> str | ImageTurn:
         if frame.image is None:
@@ -200,15 +205,19 @@ class ServedSession:
         elif (failure := self._around.engine.failure()) is not None:
             self.end(EndReason.ENGINE, engine_sentence(failure))
         elif known is None:
-            self._log.error(events.FAULT, exc_info=error)
-            flight.fail(internal_error(error))
-            self.end(EndReason.INTERNAL, "a chunk failed in an unexpected way")
+            self._broke(flight, error)
         elif self._port.has_ended:
             flight.fail(known)
             refused = isinstance(error, PolicyUsageError) and not isinstance(error, SessionClosedError)
             self.end(EndReason.NOT_ADMITTED if refused else EndReason.FAILED, *known.reasons)
         else:
             self._refused(flight, known)
+
+    def _broke(self, flight: Flight, error: Exception) -> None:
+        """End the session after a fault of ours; who waits is told that it was one."""
+        self._log.error(events.FAULT, exc_info=error)
+        flight.fail(internal_error(error))
+        self.end(EndReason.INTERNAL, "a chunk failed in an unexpected way")
 
     def _refused(self, flight: Flight, error: ApiError) -> None:
         self._pending = None
@@ -236,10 +245,10 @@ class ServedSession:
         if flight is not None:
             flight.fail(self.ending.pending_error())
         self._answered = None
+        self._release = asyncio.create_task(self._let_go(), name=f"release-{events.shown_id(self.id)}")
+        self._release.add_done_callback(lambda _: self._on_change(self))
         self._around.metrics.closed(reason)
         self._log.info(events.SESSION_CLOSED, reason=str(reason), frames=self.num_frames, refused=self._num_refused)
-        self._release = asyncio.create_task(self._let_go(), name=f"release-{self.id}")
-        self._release.add_done_callback(lambda _: self._on_change(self))
         self._on_change(self)
 
     async def _let_go(self) -> None:
