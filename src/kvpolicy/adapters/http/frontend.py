@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.adapters.http.endings import EndReason
 from kvpolicy.adapters.http.errors import bad_request, unavailable
+from kvpolicy.adapters.http.inflight import BodyBudget
 from kvpolicy.adapters.http.log import make_logger
 from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.adapters.http.page import make_page_router
@@ -38,6 +39,7 @@ class SessionFrontend:
     def __init__(self, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepare a frontend; ``clock`` measures idleness and age, in seconds."""
         self.settings = settings
+        self.bodies = BodyBudget(settings)
         self._clock = clock
         self._around: Surroundings | None = None
         self._registry: SessionRegistry | None = None
@@ -163,6 +165,7 @@ class SessionFrontend:
             limits={
                 "max_sessions": self.registry.max_sessions,
                 "max_body_bytes": settings.max_body_bytes,
+                "max_inflight_bytes": settings.inflight_bytes(),
                 "max_frame_pixels": settings.max_frame_pixels,
                 "enqueue_deadline_s": settings.enqueue_deadline_s,
                 "reply_deadline_s": settings.reply_deadline_s,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
 from kvpolicy.adapters.http.answers import EventStream, whole_reply
-from kvpolicy.adapters.http.bodies import read_frame, read_open_request
+from kvpolicy.adapters.http.bodies import may_name_an_index, read_frame, read_open_request
 from kvpolicy.adapters.http.edge import ROUTING_HEADER, ROUTING_KEY, SessionRoute
 from kvpolicy.adapters.http.schemas import (
     CloseReply,
@@ -70,8 +70,9 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         and the message says what is taken.
         """
         frontend.require_running()
-        async with frontend.enqueue_deadline():
-            wanted = await read_open_request(request, settings.max_body_bytes)
+        with frontend.bodies.taken_by(request):
+            async with frontend.enqueue_deadline():
+                wanted = await read_open_request(request, settings.max_body_bytes)
         return await frontend.open(wanted)
 
     async def push(
@@ -98,11 +99,14 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         frontend.require_running()
         session = frontend.registry.find(session_id)
         deadline_s = asyncio.get_running_loop().time() + settings.enqueue_deadline_s
-        async with frontend.enqueue_deadline():
-            frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
-        if frame.image is not None:
-            frontend.require_images()
-        waiter = session.submit(frame, deadline_s=deadline_s)
+        if frame_index is None and not may_name_an_index(request):
+            session.require_nothing_pending()
+        with frontend.bodies.taken_by(request):
+            async with frontend.enqueue_deadline():
+                frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
+            if frame.image is not None:
+                frontend.require_images()
+            waiter = session.submit(frame, deadline_s=deadline_s)
         return EventStream(waiter) if frame.stream else await whole_reply(waiter, request.receive)
 
     for path, is_shown in (("frame", True), ("frames", False)):

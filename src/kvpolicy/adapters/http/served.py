@@ -111,6 +111,19 @@ class ServedSession:
             raise self.ending.error()
         self._used_s = self._around.clock()
 
+    def require_nothing_pending(self) -> None:
+        """Raise if a chunk is on its way.
+
+        Raises:
+            ApiError: 409.
+        """
+        if self._pending is not None:
+            message = (
+                f"frame: the reply to chunk {self._pending.index} of this session is pending, and one chunk is in "
+                "flight at a time; wait for it (to ask for it again, send the same chunk with its frame_index)"
+            )
+            raise conflict("frame_pending", message)
+
     def submit(self, frame: Frame, *, deadline_s: float) -> Waiter:
         """Push a chunk, or find the one that this request repeats; return a place to wait for the reply.
 
@@ -129,12 +142,7 @@ class ServedSession:
                     )
                     raise conflict("frame_differs", message)
                 return flight.wait()
-        if pending is not None:
-            message = (
-                f"frame: the reply to chunk {pending.index} of this session is pending, and one chunk is in flight at "
-                "a time; wait for it (to ask for it again, send the same chunk with its frame_index)"
-            )
-            raise conflict("frame_pending", message)
+        self.require_nothing_pending()
         if frame.index not in (None, self.num_frames):
             raise conflict("frame_index", f"frame_index: expected {self.num_frames}, the next one, got {frame.index}")
         flight = Flight(self.num_frames, digest, self._abandon)
