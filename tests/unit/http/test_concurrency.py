@@ -224,6 +224,40 @@ def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None
     asyncio.run(scenario())
 
 
+def test_a_dead_engine_is_noticed_while_it_still_closes_another_session() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100, reaper_period_s=0.02, close_deadline_s=30) as server:
+            paths = [await server.open(retention={"total_tokens": 2048}) for _ in range(2)]
+            await server.push(paths[0], "hi")
+            first = await _pending(server, paths[1])
+            server.engine.hold_closes = asyncio.Event()
+            server.clock.now_s += 101
+            await come_true(lambda: server.engine.sessions[0].num_closes == 1)
+            server.engine.die("out of memory", None)
+            answer = await asyncio.wait_for(first, 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_engine")
+            server.engine.hold_closes.set()
+
+    asyncio.run(scenario())
+
+
+def test_the_watcher_outlives_an_error_and_logs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with served(reaper_period_s=0.02) as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            with monkeypatch.context() as patch:
+                patch.setattr(server.frontend.registry, "notice_ends", lambda: 1 / 0)
+                await come_true(lambda: "ZeroDivisionError" in caplog.text)
+            server.engine.die("out of memory", None)
+            answer = await asyncio.wait_for(first, 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_engine")
+
+    asyncio.run(scenario())
+
+
 def test_what_the_engine_has_ended_gives_its_place_back_by_itself() -> None:
     async def scenario() -> None:
         async with served(reaper_period_s=0.02) as server:

@@ -7,6 +7,7 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.adapters.http import log as events
 from kvpolicy.adapters.http.endings import EndReason
 from kvpolicy.adapters.http.errors import bad_request, unavailable
 from kvpolicy.adapters.http.inflight import BodyBudget
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # How often it is asked whether the engine lives: what the clients of a dead one wait at most.
 _WATCH_PERIOD_S = 0.5
+# How much of a name that means nothing here is repeated.
+_NUM_SHOWN = 100
 
 
 class SessionFrontend:
@@ -190,11 +193,20 @@ class SessionFrontend:
         reaped_s = self._clock()
         while True:
             await asyncio.sleep(min(_WATCH_PERIOD_S, self.settings.reaper_period_s))
-            self.registry.notice_ends()
-            if self._clock() - reaped_s >= self.settings.reaper_period_s:
+            is_due = self._clock() - reaped_s >= self.settings.reaper_period_s
+            if is_due:
                 reaped_s = self._clock()
-                self.registry.forget()
-                await self.registry.reap()
+            try:
+                self._look(reap=is_due)
+            except Exception as error:  # noqa: BLE001 - without a watcher nobody would notice a dead engine
+                self._surroundings().log.error(events.FAULT, exc_info=error)
+
+    def _look(self, *, reap: bool) -> None:
+        """Begin the ends that are due. Nothing is waited for: the next look must not be late."""
+        self.registry.notice_ends()
+        if reap:
+            self.registry.forget()
+            self.registry.end_silent()
 
 
 def _budget_of(wanted: OpenRequest, facts: EngineFacts, sampling: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -205,8 +217,10 @@ def _budget_of(wanted: OpenRequest, facts: EngineFacts, sampling: Mapping[str, A
     """
     reasons = []
     budget = None
-    if wanted.model not in (None, facts.model):
-        reasons.append(f"model: expected {facts.model}, the one that this server serves, got {wanted.model!r}")
+    if wanted.model is not None and wanted.model != facts.model:
+        reasons.append(
+            f"model: expected {facts.model}, the one that this server serves, got {wanted.model[:_NUM_SHOWN]!r}"
+        )
     if wanted.retention is not None:
         limits = SessionLimits(
             block_size=facts.block_size,
