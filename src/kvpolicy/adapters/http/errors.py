@@ -124,6 +124,11 @@ def unavailable(code: str, message: str, *, reasons: Iterable[str] = (), retry_a
     return ApiError(503, code, message, kind="CapacityError", reasons=reasons, retry_after_s=retry_after_s)
 
 
+def gone(code: str, message: str) -> ApiError:
+    """Return the 503 of a server that will not serve sessions again: trying later does not help."""
+    return ApiError(503, code, message, kind="SessionFailedError")
+
+
 def internal_error(error: BaseException) -> ApiError:
     """Return the 500 of a fault of ours. Its text goes to the log only."""
     message = f"server: an unexpected {type(error).__name__}; the log has the details; please report it"

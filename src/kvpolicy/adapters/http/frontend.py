@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.adapters.http import log as events
 from kvpolicy.adapters.http.endings import EndReason
-from kvpolicy.adapters.http.errors import bad_request, unavailable
+from kvpolicy.adapters.http.errors import bad_request, gone, unavailable
 from kvpolicy.adapters.http.inflight import BodyBudget
 from kvpolicy.adapters.http.log import make_logger
 from kvpolicy.adapters.http.metrics import SessionMetrics
@@ -97,10 +97,10 @@ class SessionFrontend:
         """
         engine = self._surroundings().engine
         if self._is_stopping:
-            raise unavailable("ended_shutdown", "server: it is shutting down")
+            raise gone("ended_shutdown", "server: it is shutting down")
         if (failure := engine.failure()) is not None:
             self.registry.notice_ends()
-            raise unavailable("ended_engine", f"server: {engine_sentence(failure)}")
+            raise gone("ended_engine", f"server: {engine_sentence(failure)}")
 
     def require_images(self) -> None:
         """Raise if the model takes text only.
@@ -113,8 +113,8 @@ class SessionFrontend:
             raise bad_request("no_images", f"image: the model {facts.model} takes text only; send text/plain or JSON")
 
     @asynccontextmanager
-    async def enqueue_deadline(self) -> AsyncIterator[None]:
-        """Limit what is read in the block.
+    async def enqueue_deadline(self, what: str, outcome: str) -> AsyncIterator[None]:
+        """Limit what is read in the block. If it passes, ``what`` took too long, and ``outcome`` is what that means.
 
         Raises:
             ApiError: 503, the deadline has passed.
@@ -123,7 +123,7 @@ class SessionFrontend:
             async with asyncio.timeout(self.settings.enqueue_deadline_s):
                 yield
         except TimeoutError:
-            raise enqueue_deadline_passed(self._surroundings()) from None
+            raise enqueue_deadline_passed(self._surroundings(), what, outcome) from None
 
     async def open(self, wanted: OpenRequest) -> OpenReply:
         """Open a session.

@@ -134,6 +134,12 @@ class SessionRegistry:
         session.end(EndReason.CLIENT, "its client closed it")
         return CloseReply(session_id=session_id, frames=session.num_frames, closed=await session.released())
 
+    def abandon(self, session_id: str) -> None:
+        """End a session whose opener has gone before it was told the id."""
+        session = self._holding.get(session_id)
+        if session is not None:
+            session.end(EndReason.DISCONNECT, "the client disconnected before it was told the id")
+
     async def reap(self) -> None:
         """Close the sessions that have been silent for too long, and wait until the engine has let go of them."""
         await asyncio.gather(*(session.released() for session in self.end_silent()))

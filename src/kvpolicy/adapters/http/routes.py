@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from starlette.requests import ClientDisconnect
 
 from kvpolicy.adapters.http.answers import EventStream, whole_reply
 from kvpolicy.adapters.http.bodies import may_name_an_index, read_frame, read_open_request
@@ -21,6 +22,7 @@ from kvpolicy.adapters.http.schemas import (
     OpenRequest,
     StatusReply,
 )
+from kvpolicy.adapters.http.surroundings import NOTHING_PUSHED, READING_A_FRAME
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -71,9 +73,13 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         """
         frontend.require_running()
         with frontend.bodies.taken_by(request):
-            async with frontend.enqueue_deadline():
+            async with frontend.enqueue_deadline("body: reading it", "nothing was opened, try again"):
                 wanted = await read_open_request(request, settings.max_body_bytes)
-        return await frontend.open(wanted)
+        reply = await frontend.open(wanted)
+        if await request.is_disconnected():
+            frontend.registry.abandon(reply.session_id)
+            raise ClientDisconnect
+        return reply
 
     async def push(
         request: Request,
@@ -102,10 +108,11 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         if frame_index is None and not may_name_an_index(request):
             session.require_nothing_pending()
         with frontend.bodies.taken_by(request):
-            async with frontend.enqueue_deadline():
+            async with frontend.enqueue_deadline(READING_A_FRAME, NOTHING_PUSHED):
                 frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
             if frame.image is not None:
                 frontend.require_images()
+            frontend.require_running()  # the body may have come across the end
             waiter = session.submit(frame, deadline_s=deadline_s)
         return EventStream(waiter) if frame.stream else await whole_reply(waiter, request.receive)
 

@@ -21,7 +21,13 @@ from kvpolicy.adapters.http.errors import ApiError, api_error, conflict, interna
 from kvpolicy.adapters.http.flights import Flight
 from kvpolicy.adapters.http.images import decode_image
 from kvpolicy.adapters.http.port import ImageTurn
-from kvpolicy.adapters.http.surroundings import Surroundings, engine_sentence, enqueue_deadline_passed
+from kvpolicy.adapters.http.surroundings import (
+    NOTHING_PUSHED,
+    READING_A_FRAME,
+    Surroundings,
+    engine_sentence,
+    enqueue_deadline_passed,
+)
 from kvpolicy.adapters.http.views import reply_body, status_body
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 
@@ -173,7 +179,7 @@ class ServedSession:
             async with asyncio.timeout_at(deadline_s):
                 image = await asyncio.to_thread(decode_image, frame.image, self._around.settings.max_frame_pixels)
         except TimeoutError:
-            raise enqueue_deadline_passed(self._around) from None
+            raise enqueue_deadline_passed(self._around, READING_A_FRAME, NOTHING_PUSHED) from None
         return ImageTurn(image=image, text=frame.text)
 
     async def _push(self, turn: str | ImageTurn, frame: Frame, flight: Flight) -> Reply:
