@@ -151,7 +151,7 @@ class FakeSession:
             chunk=self._stats.num_chunks - 1,
             text=text,
             token_ids=tuple(range(num_tokens)),
-            finish_reason="stop",
+            finish_reason=self._engine.finish_reason,
             stop_reason=None,
             ttft_s=0.01,
             total_s=0.02,
@@ -177,6 +177,7 @@ class FakeEngine:
         self.script: deque[Exception | None] = deque()
         self.errors_end_sessions = False
         self.consolidates = False
+        self.finish_reason: Any = "stop"
         # While these are set events that have not happened, pushes (after some pieces) and closes wait.
         self.hold_pushes: asyncio.Event | None = None
         self.pieces_before_hold = 0

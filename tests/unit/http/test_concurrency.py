@@ -185,6 +185,22 @@ def test_a_body_that_comes_too_slowly_is_not_pushed() -> None:
     asyncio.run(scenario())
 
 
+def test_a_body_of_an_open_request_that_comes_too_slowly_opens_nothing() -> None:
+    async def scenario() -> None:
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(60)
+
+        async with served(enqueue_deadline_s=0.05) as server:
+            answer = await server.http.post(SESSIONS, content=slow(), headers={"Content-Type": "application/json"})
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "enqueue_deadline")
+            assert error_of(answer)["message"].startswith(
+                "body: reading it took longer than 0.05 s; nothing was opened"
+            )
+
+    asyncio.run(scenario())
+
+
 def test_decoding_that_takes_too_long_is_not_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: object) -> None:
         await asyncio.sleep(60)
@@ -220,6 +236,40 @@ def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None
             ):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_engine")
                 assert "out of memory" in error_of(later)["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_is_noticed_while_it_still_closes_another_session() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100, reaper_period_s=0.02, close_deadline_s=30) as server:
+            paths = [await server.open(retention={"total_tokens": 2048}) for _ in range(2)]
+            await server.push(paths[0], "hi")
+            first = await _pending(server, paths[1])
+            server.engine.hold_closes = asyncio.Event()
+            server.clock.now_s += 101
+            await come_true(lambda: server.engine.sessions[0].num_closes == 1)
+            server.engine.die("out of memory", None)
+            answer = await asyncio.wait_for(first, 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_engine")
+            server.engine.hold_closes.set()
+
+    asyncio.run(scenario())
+
+
+def test_the_watcher_outlives_an_error_and_logs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with served(reaper_period_s=0.02) as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            with monkeypatch.context() as patch:
+                patch.setattr(server.frontend.registry, "notice_ends", lambda: 1 / 0)
+                await come_true(lambda: "ZeroDivisionError" in caplog.text)
+            server.engine.die("out of memory", None)
+            answer = await asyncio.wait_for(first, 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "ended_engine")
 
     asyncio.run(scenario())
 
@@ -338,6 +388,7 @@ def test_a_push_that_does_not_notice_the_close_is_cancelled() -> None:
             await come_true(lambda: server.frontend.registry.holding[0].state == "pending")
             assert (await server.http.delete(path)).json()["closed"] is True
             assert (await first).status_code == 409
+            assert not [task for task in asyncio.all_tasks() if path.rpartition("/")[2] in task.get_name()]
             await asyncio.sleep(0)
             assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("push-")]
 
@@ -356,6 +407,54 @@ def test_a_session_that_is_closed_while_a_body_comes_gets_no_chunk() -> None:
             answer = await server.http.post(f"{path}/frame", content=body(), headers=TEXT)
             assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_client")
             assert not server.engine.sessions[0].turns
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("code", ["ended_shutdown", "ended_engine"])
+def test_the_end_of_the_server_is_told_alike_to_every_push(code: str) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(2)]
+            pending = await _pending(server, paths[0])
+
+            async def body() -> AsyncIterator[bytes]:
+                yield b"hi"
+                if code == "ended_shutdown":
+                    await server.frontend.stop()
+                else:
+                    server.engine.die("out of memory", None)
+
+            across = await server.http.post(f"{paths[1]}/frame", content=body(), headers=TEXT)
+            for answer in (across, await asyncio.wait_for(pending, 5), await server.push(paths[1], "hi")):
+                found = error_of(answer)
+                assert (answer.status_code, found["code"], found["type"]) == (503, code, "SessionFailedError")
+            assert not server.engine.sessions[1].turns
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_session_whose_opener_has_gone_before_the_answer_is_ended(*, is_gone: bool) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            both: list[dict[str, Any]] = [{"type": "http.request", "body": b""}, {"type": "http.disconnect"}]
+            messages, sent = both[: 1 + is_gone], []
+
+            async def receive() -> dict[str, Any]:
+                if not messages:
+                    await asyncio.sleep(60)
+                return messages.pop(0)
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": SESSIONS, "query_string": b"", "headers": []}
+            await asyncio.wait_for(server.app(scope, receive, send), 5)
+            assert sent[0]["status"] == (499 if is_gone else 201)
+            await come_true(lambda: len(server.engine.live) == (not is_gone))
+            [session] = server.engine.sessions
+            assert session.num_closes == is_gone
 
     asyncio.run(scenario())
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from kvpolicy.adapters.http.errors import bad_request
+from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -34,6 +36,7 @@ JSON = {"Content-Type": "application/json"}
         ({"json": {"sampling": {"max_tokens": 0}}}, 400, "invalid", "max_tokens"),
         ({"json": {"retention": {"total_tokens": 99_999}}}, 400, "never_fits", "may need 6250 blocks"),
         ({"json": []}, 422, "invalid_fields", "valid dictionary"),
+        ({"json": {"sampling": {"stop_token_ids": [7, -1]}}}, 422, "invalid_fields", "sampling.stop_token_ids.1: "),
         ({"json": {"priority": "1", "nonsense": 1}}, 422, "invalid_fields", "priority: "),
         ({"json": {"priority": 2**40}}, 422, "invalid_fields", "priority: "),
         ({"content": b"x" * 2000, "headers": JSON}, 413, "body_too_large", "at most 1000 bytes"),
@@ -217,6 +220,36 @@ def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session(kind
     asyncio.run(scenario())
 
 
+def test_a_reply_that_cannot_be_answered_is_a_fault_of_ours_and_ends_the_session() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.finish_reason = None
+            answer = await asyncio.wait_for(server.push(path, "hi"), 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+            later = await server.push(path, "hi")
+            assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
+            assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_in_the_handling_of_a_failure_reaches_the_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.script.append(ChunkRefusedError("no_room_now", "later"))
+            monkeypatch.setattr(SessionMetrics, "refused", broken)
+            answer = await asyncio.wait_for(server.push(path, "hi"), 5)
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+            assert error_of(await server.push(path, "hi"))["code"] == "ended_internal"
+
+    asyncio.run(scenario())
+
+
 def test_an_unexpected_error_of_a_route_has_the_shape_too() -> None:
     async def scenario() -> None:
         async with served() as server:
@@ -258,3 +291,43 @@ def test_there_are_too_many_sessions() -> None:
             assert answer.headers["retry-after"] == "60"
 
     asyncio.run(scenario())
+
+
+MEGABYTE = 10**6
+MANY_KEYS = {f"key{number}": number for number in range(MEGABYTE // 20)}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"json": MANY_KEYS},
+        {"json": {"retention": MANY_KEYS}},
+        {"json": {"x" * MEGABYTE: 1}},
+        {"json": {"retention": {"\u00e4\n\x01" * (MEGABYTE // 12): 1}}},
+        {"json": {"model": "\x01" * (MEGABYTE // 6)}},
+        {"json": {"model": "\U0001f600" * (MEGABYTE // 12), "retention": {"x": 1}}},
+        {"json": {"sampling": {"stop_token_ids": ["x"] * (MEGABYTE // 5)}}},
+        {"content": b"x", "headers": {"Content-Type": "x" * MEGABYTE}},
+        {"content": b"x", "headers": JSON | {"Content-Length": "9" * MEGABYTE}},
+        {"files": [("x" * 1000, b"x")] * 4},
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.parametrize("is_push", [False, True])
+def test_the_answer_to_a_hostile_body_is_short(request_: dict[str, Any], *, is_push: bool) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open(retention={"total_tokens": 1024})
+            answer = await server.http.post(f"{path}/frame" if is_push else SESSIONS, **request_)
+            assert 400 <= answer.status_code < 500
+            assert len(answer.content) < 32 * 1024
+            assert len(error_of(answer)["reasons"]) <= 20
+
+    asyncio.run(scenario())
+
+
+def test_reasons_beyond_the_twentieth_are_counted() -> None:
+    error = bad_request("invalid", [f"reason {number} {'x' * 400}" for number in range(25)])
+    assert [reason[:9] for reason in error.reasons] == [f"reason {number} "[:9] for number in range(20)]
+    assert {len(reason) for reason in error.reasons} == {300}
+    assert error.message == "\n".join([*error.reasons, "and 5 more"])

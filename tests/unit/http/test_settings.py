@@ -15,6 +15,14 @@ def test_the_defaults() -> None:
     assert (settings.enqueue_deadline_s, settings.reply_deadline_s, settings.close_deadline_s) == (120, 120, 10)
     assert (settings.idle_timeout_s, settings.reaper_period_s, settings.tombstone_s) == (900, 60, 60)
     assert settings.max_sessions is None
+    assert settings.inflight_bytes() == 16 * settings.max_body_bytes
+    assert ServerSettings(max_inflight_bytes=2**30).inflight_bytes() == 2**30
+
+
+@pytest.mark.parametrize("num_bytes", [0, 999, 1.5e9])
+def test_the_longest_body_fits_in_what_is_read_at_a_time(num_bytes: int) -> None:
+    with pytest.raises(PolicyUsageError, match="max_inflight_bytes: expected an integer >= 1000 or None"):
+        ServerSettings(max_body_bytes=1000, max_inflight_bytes=num_bytes)
 
 
 def test_every_mistake_is_reported_at_once() -> None:

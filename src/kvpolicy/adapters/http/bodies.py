@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound=BaseModel)
 _JSON, _TEXT, _FORM = "application/json", "text/plain", "multipart/form-data"
 _IMAGES = ("image/jpeg", "image/png")
+_MAX_DIGITS = 20
 _FIELDS = ("image", "text", "sampling")
 
 
@@ -97,15 +98,33 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         ApiError: 413.
         starlette.requests.ClientDisconnect: the client has gone before its end.
     """
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise _body_too_large(max_bytes, f"an announced length of {announced}")
+    announced_length(request, max_bytes)
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > max_bytes:
             raise _body_too_large(max_bytes, "more")
     return bytes(body)
+
+
+def announced_length(request: Request, max_bytes: int) -> int | None:
+    """Return the length that a request says its body has; None if it does not say, or comes in chunks.
+
+    Raises:
+        ApiError: 413, it is longer than allowed.
+    """
+    announced = request.headers.get("content-length", "")
+    if not announced.isdecimal() or "transfer-encoding" in request.headers:
+        return None
+    # Python refuses to read numbers of thousands of digits.
+    if len(announced) > _MAX_DIGITS or int(announced) > max_bytes:
+        raise _body_too_large(max_bytes, f"an announced length of {announced[:_MAX_DIGITS]}")
+    return int(announced)
+
+
+def may_name_an_index(request: Request) -> bool:
+    """Return whether the body of a push is of a kind that can have a ``frame_index``."""
+    return _media_type(request) == _JSON
 
 
 async def _read_form(headers: Headers, body: bytes, *, index: int | None, stream: bool) -> Frame:

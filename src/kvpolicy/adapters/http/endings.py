@@ -24,12 +24,11 @@ class EndReason(StrEnum):
 
 
 # Where the server, not the session, is at fault, the pending push says so; otherwise it is a 409 like every later one.
+# (A push that is itself why the session ends has been answered with its own error before.)
 _PENDING_STATUS = {
     EndReason.REPLY_DEADLINE: 503,
     EndReason.ENGINE: 503,
     EndReason.SHUTDOWN: 503,
-    EndReason.INTERNAL: 500,
-    EndReason.NOT_ADMITTED: 400,
 }
 _FAILURES = {EndReason.FAILED, EndReason.ENGINE, EndReason.INTERNAL, EndReason.REPLY_DEADLINE, EndReason.SHUTDOWN}
 

@@ -15,6 +15,7 @@ status    when
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
@@ -33,11 +34,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 
+_MAX_REASONS = 20
+_MAX_REASON = 300
+_MAX_MESSAGE = 1000
+
+
 class ApiError(Exception):
     """An answer that is not the one asked for.
 
     ``kind`` says who acts next and is the name of an error of ``kvpolicy.core.errors`` where one fits; ``code`` is
-    for programs.
+    for programs. What a hostile request can make long is cut: the reasons after the first 20, each reason after 300
+    characters, and so the message that is made of them.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each field of the answer
@@ -53,10 +60,13 @@ class ApiError(Exception):
         self.status = status
         self.code = code
         self.kind = kind
-        self.message = message
-        self.reasons = tuple(reasons) or (message,)
+        found = tuple(reasons) or (message,)
+        self.reasons = tuple(_clipped(reason) for reason in found[:_MAX_REASONS])
+        self.message = "\n".join(self.reasons) if message == "\n".join(found) else _clipped(message, _MAX_MESSAGE)
+        if len(found) > _MAX_REASONS:
+            self.message += f"\nand {len(found) - _MAX_REASONS} more"
         self.retry_after_s = retry_after_s
-        super().__init__(message)
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that a client gets."""
@@ -73,6 +83,18 @@ class ApiError(Exception):
         """Return the whole answer."""
         retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return JSONResponse(self.body(), self.status, headers={**(headers or {}), **retry})
+
+
+def _clipped(text: str, limit: int = _MAX_REASON) -> str:
+    """Return a text of at most ``limit`` characters, and fewer where JSON needs many bytes for each.
+
+    >>> _clipped("abcdefgh", 5)
+    'abcd…'
+    """
+    short = text if len(text) <= limit else text[: limit - 1] + "…"
+    while len(json.dumps(short, ensure_ascii=False).encode(errors="replace")) > 2 * limit + 2:
+        short = short[: len(short) // 2] + "…"
+    return short
 
 
 def bad_request(code: str, reasons: str | Iterable[str]) -> ApiError:
@@ -100,6 +122,11 @@ def conflict(code: str, message: str) -> ApiError:
 def unavailable(code: str, message: str, *, reasons: Iterable[str] = (), retry_after_s: int | None = None) -> ApiError:
     """Return a 503."""
     return ApiError(503, code, message, kind="CapacityError", reasons=reasons, retry_after_s=retry_after_s)
+
+
+def gone(code: str, message: str) -> ApiError:
+    """Return the 503 of a server that will not serve sessions again: trying later does not help."""
+    return ApiError(503, code, message, kind="SessionFailedError")
 
 
 def internal_error(error: BaseException) -> ApiError:

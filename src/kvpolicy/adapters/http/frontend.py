@@ -7,8 +7,10 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.adapters.http import log as events
 from kvpolicy.adapters.http.endings import EndReason
-from kvpolicy.adapters.http.errors import bad_request, unavailable
+from kvpolicy.adapters.http.errors import bad_request, gone, unavailable
+from kvpolicy.adapters.http.inflight import BodyBudget
 from kvpolicy.adapters.http.log import make_logger
 from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.adapters.http.page import make_page_router
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 # How often it is asked whether the engine lives: what the clients of a dead one wait at most.
 _WATCH_PERIOD_S = 0.5
+# How much of a name that means nothing here is repeated.
+_NUM_SHOWN = 100
 
 
 class SessionFrontend:
@@ -38,6 +42,7 @@ class SessionFrontend:
     def __init__(self, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepare a frontend; ``clock`` measures idleness and age, in seconds."""
         self.settings = settings
+        self.bodies = BodyBudget(settings)
         self._clock = clock
         self._around: Surroundings | None = None
         self._registry: SessionRegistry | None = None
@@ -92,10 +97,10 @@ class SessionFrontend:
         """
         engine = self._surroundings().engine
         if self._is_stopping:
-            raise unavailable("ended_shutdown", "server: it is shutting down")
+            raise gone("ended_shutdown", "server: it is shutting down")
         if (failure := engine.failure()) is not None:
             self.registry.notice_ends()
-            raise unavailable("ended_engine", f"server: {engine_sentence(failure)}")
+            raise gone("ended_engine", f"server: {engine_sentence(failure)}")
 
     def require_images(self) -> None:
         """Raise if the model takes text only.
@@ -108,8 +113,8 @@ class SessionFrontend:
             raise bad_request("no_images", f"image: the model {facts.model} takes text only; send text/plain or JSON")
 
     @asynccontextmanager
-    async def enqueue_deadline(self) -> AsyncIterator[None]:
-        """Limit what is read in the block.
+    async def enqueue_deadline(self, what: str, outcome: str) -> AsyncIterator[None]:
+        """Limit what is read in the block. If it passes, ``what`` took too long, and ``outcome`` is what that means.
 
         Raises:
             ApiError: 503, the deadline has passed.
@@ -118,7 +123,7 @@ class SessionFrontend:
             async with asyncio.timeout(self.settings.enqueue_deadline_s):
                 yield
         except TimeoutError:
-            raise enqueue_deadline_passed(self._surroundings()) from None
+            raise enqueue_deadline_passed(self._surroundings(), what, outcome) from None
 
     async def open(self, wanted: OpenRequest) -> OpenReply:
         """Open a session.
@@ -163,6 +168,7 @@ class SessionFrontend:
             limits={
                 "max_sessions": self.registry.max_sessions,
                 "max_body_bytes": settings.max_body_bytes,
+                "max_inflight_bytes": settings.inflight_bytes(),
                 "max_frame_pixels": settings.max_frame_pixels,
                 "enqueue_deadline_s": settings.enqueue_deadline_s,
                 "reply_deadline_s": settings.reply_deadline_s,
@@ -187,11 +193,20 @@ class SessionFrontend:
         reaped_s = self._clock()
         while True:
             await asyncio.sleep(min(_WATCH_PERIOD_S, self.settings.reaper_period_s))
-            self.registry.notice_ends()
-            if self._clock() - reaped_s >= self.settings.reaper_period_s:
+            is_due = self._clock() - reaped_s >= self.settings.reaper_period_s
+            if is_due:
                 reaped_s = self._clock()
-                self.registry.forget()
-                await self.registry.reap()
+            try:
+                self._look(reap=is_due)
+            except Exception as error:  # noqa: BLE001 - without a watcher nobody would notice a dead engine
+                self._surroundings().log.error(events.FAULT, exc_info=error)
+
+    def _look(self, *, reap: bool) -> None:
+        """Begin the ends that are due. Nothing is waited for: the next look must not be late."""
+        self.registry.notice_ends()
+        if reap:
+            self.registry.forget()
+            self.registry.end_silent()
 
 
 def _budget_of(wanted: OpenRequest, facts: EngineFacts, sampling: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -202,8 +217,10 @@ def _budget_of(wanted: OpenRequest, facts: EngineFacts, sampling: Mapping[str, A
     """
     reasons = []
     budget = None
-    if wanted.model not in (None, facts.model):
-        reasons.append(f"model: expected {facts.model}, the one that this server serves, got {wanted.model!r}")
+    if wanted.model is not None and wanted.model != facts.model:
+        reasons.append(
+            f"model: expected {facts.model}, the one that this server serves, got {wanted.model[:_NUM_SHOWN]!r}"
+        )
     if wanted.retention is not None:
         limits = SessionLimits(
             block_size=facts.block_size,

@@ -20,7 +20,7 @@ from kvpolicy.adapters.http.served import ServedSession
 from kvpolicy.adapters.http.surroundings import engine_sentence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from kvpolicy.adapters.http.endings import Ending
     from kvpolicy.adapters.http.port import SessionPort
@@ -134,15 +134,30 @@ class SessionRegistry:
         session.end(EndReason.CLIENT, "its client closed it")
         return CloseReply(session_id=session_id, frames=session.num_frames, closed=await session.released())
 
+    def abandon(self, session_id: str) -> None:
+        """End a session whose opener has gone before it was told the id."""
+        session = self._holding.get(session_id)
+        if session is not None:
+            session.end(EndReason.DISCONNECT, "the client disconnected before it was told the id")
+
     async def reap(self) -> None:
         """Close the sessions that have been silent for too long, and wait until the engine has let go of them."""
+        await asyncio.gather(*(session.released() for session in self.end_silent()))
+
+    def end_silent(self) -> list[ServedSession]:
+        """Begin to close the sessions that have been silent for too long; return them."""
         limit_s = self._around.settings.idle_timeout_s
         silent = [session for session in self.holding if session.ending is None and session.idle_s() > limit_s]
-        await self._end_all(silent, EndReason.IDLE, f"it was idle for more than {limit_s:g} s")
+        for session in silent:
+            session.end(EndReason.IDLE, f"it was idle for more than {limit_s:g} s")
+        return silent
 
     async def end_all(self, reason: EndReason, sentence: str) -> None:
         """End every session, and wait until the engine has let go of them."""
-        await self._end_all(self.holding, reason, sentence)
+        sessions = self.holding
+        for session in sessions:
+            session.end(reason, sentence)
+        await asyncio.gather(*(session.released() for session in sessions))
 
     def notice_ends(self) -> None:
         """End what the engine has ended."""
@@ -159,12 +174,6 @@ class SessionRegistry:
             if stone.ended_s >= oldest_s and len(self._tombstones) <= _MAX_TOMBSTONES:
                 break
             del self._tombstones[session_id]
-
-    async def _end_all(self, sessions: Iterable[ServedSession], reason: EndReason, sentence: str) -> None:
-        sessions = tuple(sessions)
-        for session in sessions:
-            session.end(reason, sentence)
-        await asyncio.gather(*(session.released() for session in sessions))
 
     def _tombstone(self, session_id: str) -> _Tombstone:
         self.forget()

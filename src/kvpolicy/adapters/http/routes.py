@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from starlette.requests import ClientDisconnect
 
 from kvpolicy.adapters.http.answers import EventStream, whole_reply
-from kvpolicy.adapters.http.bodies import read_frame, read_open_request
+from kvpolicy.adapters.http.bodies import may_name_an_index, read_frame, read_open_request
 from kvpolicy.adapters.http.edge import ROUTING_HEADER, ROUTING_KEY, SessionRoute
 from kvpolicy.adapters.http.schemas import (
     CloseReply,
@@ -21,6 +22,7 @@ from kvpolicy.adapters.http.schemas import (
     OpenRequest,
     StatusReply,
 )
+from kvpolicy.adapters.http.surroundings import NOTHING_PUSHED, READING_A_FRAME
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -70,9 +72,14 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         and the message says what is taken.
         """
         frontend.require_running()
-        async with frontend.enqueue_deadline():
-            wanted = await read_open_request(request, settings.max_body_bytes)
-        return await frontend.open(wanted)
+        with frontend.bodies.taken_by(request):
+            async with frontend.enqueue_deadline("body: reading it", "nothing was opened, try again"):
+                wanted = await read_open_request(request, settings.max_body_bytes)
+        reply = await frontend.open(wanted)
+        if await request.is_disconnected():
+            frontend.registry.abandon(reply.session_id)
+            raise ClientDisconnect
+        return reply
 
     async def push(
         request: Request,
@@ -98,11 +105,15 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         frontend.require_running()
         session = frontend.registry.find(session_id)
         deadline_s = asyncio.get_running_loop().time() + settings.enqueue_deadline_s
-        async with frontend.enqueue_deadline():
-            frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
-        if frame.image is not None:
-            frontend.require_images()
-        waiter = session.submit(frame, deadline_s=deadline_s)
+        if frame_index is None and not may_name_an_index(request):
+            session.require_nothing_pending()
+        with frontend.bodies.taken_by(request):
+            async with frontend.enqueue_deadline(READING_A_FRAME, NOTHING_PUSHED):
+                frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
+            if frame.image is not None:
+                frontend.require_images()
+            frontend.require_running()  # the body may have come across the end
+            waiter = session.submit(frame, deadline_s=deadline_s)
         return EventStream(waiter) if frame.stream else await whole_reply(waiter, request.receive)
 
     for path, is_shown in (("frame", True), ("frames", False)):

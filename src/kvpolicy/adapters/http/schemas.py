@@ -46,7 +46,9 @@ class SamplingOptions(_Options):
     repetition_penalty: float | None = Field(default=None, examples=[1.1])
     frequency_penalty: float | None = Field(default=None, examples=[0.0])
     presence_penalty: float | None = None
-    stop: str | list[str] | None = Field(default=None, description="Texts that end a reply.")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, description="Tokens that end a reply."
+    )
 
 
 class RetentionOptions(_Options):
@@ -125,7 +127,7 @@ class FrameReply(BaseModel):
     frame_index: int
     text: str
     finish_reason: str = Field(description='"stop", or "length" where `max_tokens` ended the reply.')
-    stop_reason: int | str | None = Field(description="The stop text or token that ended it, if one did.")
+    stop_reason: int | str | None = Field(description="Token id or kvpolicy code that ended it, if one did.")
     chunk_tokens: int = Field(description="Length of the chunk, in tokens.")
     reply_tokens: int
     ttft_s: float = Field(description="From handing the chunk to the engine to the first token of the reply.")

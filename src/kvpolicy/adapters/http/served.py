@@ -21,7 +21,13 @@ from kvpolicy.adapters.http.errors import ApiError, api_error, conflict, interna
 from kvpolicy.adapters.http.flights import Flight
 from kvpolicy.adapters.http.images import decode_image
 from kvpolicy.adapters.http.port import ImageTurn
-from kvpolicy.adapters.http.surroundings import Surroundings, engine_sentence, enqueue_deadline_passed
+from kvpolicy.adapters.http.surroundings import (
+    NOTHING_PUSHED,
+    READING_A_FRAME,
+    Surroundings,
+    engine_sentence,
+    enqueue_deadline_passed,
+)
 from kvpolicy.adapters.http.views import reply_body, status_body
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 
@@ -111,6 +117,19 @@ class ServedSession:
             raise self.ending.error()
         self._used_s = self._around.clock()
 
+    def require_nothing_pending(self) -> None:
+        """Raise if a chunk is on its way.
+
+        Raises:
+            ApiError: 409.
+        """
+        if self._pending is not None:
+            message = (
+                f"frame: the reply to chunk {self._pending.index} of this session is pending, and one chunk is in "
+                "flight at a time; wait for it (to ask for it again, send the same chunk with its frame_index)"
+            )
+            raise conflict("frame_pending", message)
+
     def submit(self, frame: Frame, *, deadline_s: float) -> Waiter:
         """Push a chunk, or find the one that this request repeats; return a place to wait for the reply.
 
@@ -129,29 +148,29 @@ class ServedSession:
                     )
                     raise conflict("frame_differs", message)
                 return flight.wait()
-        if pending is not None:
-            message = (
-                f"frame: the reply to chunk {pending.index} of this session is pending, and one chunk is in flight at "
-                "a time; wait for it (to ask for it again, send the same chunk with its frame_index)"
-            )
-            raise conflict("frame_pending", message)
+        self.require_nothing_pending()
         if frame.index not in (None, self.num_frames):
             raise conflict("frame_index", f"frame_index: expected {self.num_frames}, the next one, got {frame.index}")
         flight = Flight(self.num_frames, digest, self._abandon)
         self._pending = flight
-        self._driver = asyncio.create_task(self._drive(frame, flight, deadline_s), name=f"push-{self.id}")
+        self._driver = asyncio.create_task(
+            self._drive(frame, flight, deadline_s), name=f"push-{events.shown_id(self.id)}"
+        )
         self._on_change(self)
         return flight.wait()
 
     async def _drive(self, frame: Frame, flight: Flight, deadline_s: float) -> None:
         """Bring one chunk to the engine and its reply back."""
         try:
-            turn = await self._turn(frame, deadline_s)
-            reply = await self._push(turn, frame, flight)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the session stays in order
-            self._failed(flight, error)
-        else:
-            self._succeeded(flight, reply)
+            try:
+                turn = await self._turn(frame, deadline_s)
+                reply = await self._push(turn, frame, flight)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+                self._failed(flight, error)
+            else:
+                self._succeeded(flight, reply)
+        except Exception as error:  # noqa: BLE001 - a fault in the handling itself must not leave anybody waiting
+            self._broke(flight, error)
 
     async def _turn(self, frame: Frame, deadline_s: float) -> str | ImageTurn:
         if frame.image is None:
@@ -160,7 +179,7 @@ class ServedSession:
             async with asyncio.timeout_at(deadline_s):
                 image = await asyncio.to_thread(decode_image, frame.image, self._around.settings.max_frame_pixels)
         except TimeoutError:
-            raise enqueue_deadline_passed(self._around) from None
+            raise enqueue_deadline_passed(self._around, READING_A_FRAME, NOTHING_PUSHED) from None
         return ImageTurn(image=image, text=frame.text)
 
     async def _push(self, turn: str | ImageTurn, frame: Frame, flight: Flight) -> Reply:
@@ -200,15 +219,19 @@ class ServedSession:
         elif (failure := self._around.engine.failure()) is not None:
             self.end(EndReason.ENGINE, engine_sentence(failure))
         elif known is None:
-            self._log.error(events.FAULT, exc_info=error)
-            flight.fail(internal_error(error))
-            self.end(EndReason.INTERNAL, "a chunk failed in an unexpected way")
+            self._broke(flight, error)
         elif self._port.has_ended:
             flight.fail(known)
             refused = isinstance(error, PolicyUsageError) and not isinstance(error, SessionClosedError)
             self.end(EndReason.NOT_ADMITTED if refused else EndReason.FAILED, *known.reasons)
         else:
             self._refused(flight, known)
+
+    def _broke(self, flight: Flight, error: Exception) -> None:
+        """End the session after a fault of ours; who waits is told that it was one."""
+        self._log.error(events.FAULT, exc_info=error)
+        flight.fail(internal_error(error))
+        self.end(EndReason.INTERNAL, "a chunk failed in an unexpected way")
 
     def _refused(self, flight: Flight, error: ApiError) -> None:
         self._pending = None
@@ -236,10 +259,10 @@ class ServedSession:
         if flight is not None:
             flight.fail(self.ending.pending_error())
         self._answered = None
+        self._release = asyncio.create_task(self._let_go(), name=f"release-{events.shown_id(self.id)}")
+        self._release.add_done_callback(lambda _: self._on_change(self))
         self._around.metrics.closed(reason)
         self._log.info(events.SESSION_CLOSED, reason=str(reason), frames=self.num_frames, refused=self._num_refused)
-        self._release = asyncio.create_task(self._let_go(), name=f"release-{self.id}")
-        self._release.add_done_callback(lambda _: self._on_change(self))
         self._on_change(self)
 
     async def _let_go(self) -> None:

@@ -20,6 +20,8 @@ class ServerSettings:
 
     Attributes:
         max_body_bytes: longest body of a request.
+        max_inflight_bytes: most bytes of bodies that are read at a time, over all requests; a request beyond it is told
+            to try again. None: 16 times the longest body.
         max_frame_pixels: most pixels of an image, read from its header before anything is decoded.
         enqueue_deadline_s: from the start of a request until its chunk is with the engine: reading and decoding.
             When it passes nothing has been sent, and the session goes on.
@@ -37,6 +39,7 @@ class ServerSettings:
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    max_inflight_bytes: int | None = None
     max_frame_pixels: int = 4 * 1024 * 1024
     enqueue_deadline_s: float = 120.0
     reply_deadline_s: float = 120.0
@@ -53,6 +56,12 @@ class ServerSettings:
 
     def __attrs_post_init__(self) -> None:
         reject(_violations(self))
+
+    def inflight_bytes(self) -> int:
+        """Return how many bytes of bodies may be read at a time."""
+        if self.max_inflight_bytes is None:
+            return _NUM_LONGEST_BODIES * self.max_body_bytes
+        return self.max_inflight_bytes
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters of a session whose opener names none."""
@@ -80,11 +89,15 @@ _NUMBERS: dict[str, tuple[str, _Test]] = {
     "frequency_penalty": ("a number from -2 to 2", lambda value: abs(value) <= _LARGEST_PENALTY),
 }
 _LARGEST_PENALTY = 2
+_NUM_LONGEST_BODIES = 16
 
 
 def _violations(settings: ServerSettings) -> Iterator[str]:
     for name in ("max_body_bytes", "max_frame_pixels", "max_tokens"):
         yield from integer_errors(f"settings.{name}", getattr(settings, name), 1)
+    # Below the longest body there would be bodies that never can be read.
+    least = 1 if any(integer_errors("", settings.max_body_bytes, 1)) else settings.max_body_bytes
+    yield from integer_errors("settings.max_inflight_bytes", settings.max_inflight_bytes, least, optional=True)
     yield from integer_errors("settings.max_sessions", settings.max_sessions, 1, optional=True)
     for name, (expected, holds) in _NUMBERS.items():
         value = getattr(settings, name)

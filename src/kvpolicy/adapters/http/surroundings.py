@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.http.settings import ServerSettings
 
 
+READING_A_FRAME = "frame: reading and decoding it"
+NOTHING_PUSHED = "nothing was pushed, the session goes on"
+
+
 @frozen(kw_only=True)
 class Surroundings:
     """What all sessions of one frontend share."""
@@ -27,12 +31,11 @@ class Surroundings:
     log: Any
 
 
-def enqueue_deadline_passed(around: Surroundings) -> ApiError:
-    """Count a chunk that came too slowly; return the answer to it."""
+def enqueue_deadline_passed(around: Surroundings, what: str, outcome: str) -> ApiError:
+    """Count a request that came too slowly; return the answer to it: ``what`` took too long, and the ``outcome``."""
     around.metrics.timed_out("enqueue")
     limit_s = around.settings.enqueue_deadline_s
-    message = f"frame: reading and decoding it took longer than {limit_s:g} s; nothing was pushed, the session goes on"
-    return unavailable("enqueue_deadline", message)
+    return unavailable("enqueue_deadline", f"{what} took longer than {limit_s:g} s; {outcome}")
 
 
 def engine_sentence(failure: str) -> str:
