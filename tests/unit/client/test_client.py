@@ -272,7 +272,7 @@ def test_a_push_is_sent_once_more_under_the_same_index(broken: Exception, stream
     assert len(requests) == 3
 
 
-STATUS = {
+STATUS: dict[str, object] = {
     "session_id": "s",
     "state": "idle",
     "reason": None,
