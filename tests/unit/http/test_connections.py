@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -121,3 +122,23 @@ def test_a_server_that_stops_closes_its_sessions() -> None:
         _open(http)
         assert engine.live
     assert not engine.live
+
+
+@pytest.mark.parametrize("behind_middleware", [False, True])
+def test_a_client_that_disconnects_before_it_knows_its_session_leaves_none(*, behind_middleware: bool) -> None:
+    engine = FakeEngine()
+    with (
+        loopback(engine, behind_middleware=behind_middleware, idle_timeout_s=0.3, reaper_period_s=30) as address,
+        httpx.Client(base_url=address, timeout=10) as http,
+    ):
+        path = _open(http)
+        http.post(f"{path}/frame", content="hi", headers=TEXT)
+        time.sleep(0.4)
+        # The next open waits until the engine has let go of the silent session.
+        engine.hold_closes = asyncio.Event()
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=10) as connection:
+            connection.sendall(f"POST {SESSIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+            wait_until(lambda: engine.sessions[0].num_closes == 1)
+        time.sleep(0.1)
+        engine.hold_closes._loop.call_soon_threadsafe(engine.hold_closes.set)  # type: ignore[attr-defined]
+        wait_until(lambda: len(engine.sessions) == 2 and not engine.live)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import StreamingResponse
 
 from kvpolicy.adapters.http.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.types import Receive, Scope, Send
 
     from kvpolicy.adapters.http.flights import Waiter
     from kvpolicy.adapters.http.schemas import FrameReply
+
+
+_Result = TypeVar("_Result")
+# Of the loop: what middleware needs to pass a disconnect on that the server has seen.
+_NUM_TURNS = 20
 
 
 async def whole_reply(waiter: Waiter, receive: Receive) -> FrameReply:
@@ -28,6 +33,19 @@ async def whole_reply(waiter: Waiter, receive: Receive) -> FrameReply:
     """
     async with _leaving_with_the_client(waiter, receive):
         return await waiter.flight.reply()
+
+
+async def with_presence(work: Awaitable[_Result], receive: Receive) -> tuple[_Result, bool]:
+    """Return what ``work`` comes to, and whether the client is still there then, as far as the server knows.
+
+    Starlette's own question, ``Request.is_disconnected``, gets no answer through middleware that wraps ``receive``.
+    """
+    has_left = asyncio.Event()
+    async with _watching(receive, has_left.set):
+        result = await work
+        for _ in range(_NUM_TURNS):
+            await asyncio.sleep(0)
+    return result, not has_left.is_set()
 
 
 class EventStream(StreamingResponse):
@@ -62,19 +80,26 @@ class EventStream(StreamingResponse):
 @asynccontextmanager
 async def _leaving_with_the_client(waiter: Waiter, receive: Receive) -> AsyncIterator[None]:
     """Let the waiter leave at the end of the block, or before, if the client disconnects."""
+    with waiter:
+        async with _watching(receive, waiter.leave):
+            yield
+
+
+@asynccontextmanager
+async def _watching(receive: Receive, on_left: Callable[[], object]) -> AsyncIterator[None]:
+    """Call ``on_left`` if the client disconnects before the end of the block."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        waiter.leave()
+        on_left()
 
-    with waiter:
-        watcher = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            watcher.cancel()
-            await asyncio.wait({watcher})
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        await asyncio.wait({watcher})
 
 
 async def _events(waiter: Waiter) -> AsyncIterator[str]:

@@ -9,7 +9,7 @@ status    when
 413       the body, the image or the chunk is too large
 422       the JSON or a query parameter has the wrong type
 500       a fault of ours
-503       no room, a deadline passed, the engine is dead, or the server is starting or stopping
+503       no room, too many bytes on their way, a deadline passed, the engine is dead, or the server starts or stops
 ========  =========================================================================================================
 """
 

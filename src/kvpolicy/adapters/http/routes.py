@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.requests import ClientDisconnect
 
-from kvpolicy.adapters.http.answers import EventStream, whole_reply
+from kvpolicy.adapters.http.answers import EventStream, whole_reply, with_presence
 from kvpolicy.adapters.http.bodies import may_name_an_index, read_frame, read_open_request
 from kvpolicy.adapters.http.edge import ROUTING_HEADER, ROUTING_KEY, SessionRoute
 from kvpolicy.adapters.http.schemas import (
@@ -75,8 +75,8 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         with frontend.bodies.taken_by(request):
             async with frontend.enqueue_deadline("body: reading it", "nothing was opened, try again"):
                 wanted = await read_open_request(request, settings.max_body_bytes)
-        reply = await frontend.open(wanted)
-        if await request.is_disconnected():
+        reply, is_there = await with_presence(frontend.open(wanted), request.receive)
+        if not is_there:
             frontend.registry.abandon(reply.session_id)
             raise ClientDisconnect
         return reply
