@@ -490,7 +490,9 @@ def test_an_aborted_session_does_not_come_back(engine: Any, runner: asyncio.Runn
         await engine.abort("late")
         await asyncio.wait_for(asyncio.gather(listening, return_exceptions=True), PATIENCE_S)
         await engine.engine_core.add_request_async(late)
+        await asyncio.sleep(0.1)
         await ordinary(engine, [5, 6])
+        await asyncio.sleep(0.1)
         await ordinary(engine, [5, 6])
         usage = figures.pool_usage
         await engine.engine_core.abort_requests_async([request_id])  # what nobody who does not know the id can do
