@@ -422,3 +422,12 @@ def test_a_chunk_that_does_not_fit_is_counted_and_the_session_goes_on(
         assert session.status().refused == 1
     grown = Figures.of(http).since(before)
     assert (grown("refused_chunks_total[chunk_too_long]"), grown("chunks_total")) == (1, 2)
+
+
+def test_the_console_in_a_browser(server: ServerProcess) -> None:
+    """On the real engine what ``test_console`` does on the stand-in; how it looks is kept for people to judge."""
+    pytest.importorskip("selenium", reason="selenium is not installed: see requirements/browser.txt")
+    from tests.integration.browser import chromium, drive_console
+
+    with chromium() as browser:
+        drive_console(browser, server.url, ROOT / "build" / "screenshots" / "console-real.png")
