@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from kvpolicy.adapters.http import log
+from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.core.errors import ChunkRefusedError
 from tests.fakes.session_engine import FakeEngine
 from tests.unit.http.serving import SESSIONS, served
@@ -129,13 +130,14 @@ def test_lines_are_for_people_on_a_terminal(lines: io.StringIO, monkeypatch: pyt
 
 
 def test_a_program_can_have_it_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logging.getLogger("kvpolicy.http")
+    """As ``kvpolicy serve`` does, for everything that kvpolicy logs."""
+    logger = logging.getLogger("kvpolicy")
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     level = logger.level
     try:
-        log.write_to_stderr()
-        log.write_to_stderr()
+        write_to_stderr()
+        write_to_stderr()
         log.make_logger().info("some.event")
         assert json.loads(stream.getvalue())["event"] == "some.event"
     finally:

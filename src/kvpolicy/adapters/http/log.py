@@ -7,6 +7,7 @@ whoever knows the whole id can use the session, so it does not belong in a file.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any
 
@@ -54,12 +55,23 @@ def shown_id(session_id: str) -> str:
     return session_id[:_NUM_SHOWN]
 
 
-def write_to_stderr(level: int = logging.INFO) -> None:
-    """Let the log be written. For a program's start: a library leaves that to the program that uses it."""
-    logger = logging.getLogger(_LOGGER)
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = False
+def hide_session_ids() -> None:
+    """Let the access log of uvicorn show no more of an id than this log does."""
+    access = logging.getLogger("uvicorn.access")
+    if not any(isinstance(kept, _HidesSessionIds) for kept in access.filters):
+        access.addFilter(_HidesSessionIds())
+
+
+class _HidesSessionIds(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(_ID.sub(_shown, arg) if isinstance(arg, str) else arg for arg in record.args)
+        return True
+
+
+_ID = re.compile(r"(?<=/v1/streaming/sessions/)[\w-]+")
+
+
+def _shown(found: re.Match[str]) -> str:
+    shown = shown_id(found[0])
+    return shown if shown == found[0] else f"{shown}..."

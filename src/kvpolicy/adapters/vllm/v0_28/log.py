@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -71,20 +70,3 @@ def write_to_stderr(level: int = logging.INFO) -> None:
         logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
-
-
-def hide_session_ids() -> None:
-    """Let the access log of the HTTP server show only the beginning of session ids: who knows one can use it."""
-    access = logging.getLogger("uvicorn.access")
-    if not any(isinstance(kept, _HidesSessionIds) for kept in access.filters):
-        access.addFilter(_HidesSessionIds())
-
-
-class _HidesSessionIds(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(_ID.sub(r"\1...", arg) if isinstance(arg, str) else arg for arg in record.args)
-        return True
-
-
-_ID = re.compile(r"(/v1/streaming/sessions/[\w-]{8})[\w-]+")

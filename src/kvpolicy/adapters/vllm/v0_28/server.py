@@ -27,7 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.engine_args import require_session_config, session_engine_args
-from kvpolicy.adapters.vllm.v0_28.log import hide_session_ids, write_to_stderr
+from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import PolicyUsageError
@@ -217,6 +217,7 @@ class _Server:
         setattr(app.state, PLUGIN_MARK, True)
         if self.options.enable_streaming:
             from kvpolicy.adapters.http.frontend import SessionFrontend
+            from kvpolicy.adapters.http.log import hide_session_ids
 
             hide_session_ids()
             self.frontend = SessionFrontend(self.options.settings)

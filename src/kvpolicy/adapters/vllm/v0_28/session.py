@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 
-from kvpolicy.adapters.vllm.v0_28.wire import ChunkReport
+from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL, ChunkReport
 from kvpolicy.core.errors import (
     ChunkRefusedError,
     KVPolicyError,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 
 
-# Finish reasons that end a session; every other one ends a reply.
-_TERMINAL = frozenset({"abort", "error"})
+# As outputs name them.
+_TERMINAL = frozenset(map(str, TERMINAL))
 
 
 # Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
