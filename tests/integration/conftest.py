@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from tests.models import tiny_llama
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -33,6 +35,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short_range_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a trained range of 512 positions, so that consolidation comes soon."""
     return tiny_llama(tmp_path_factory.mktemp("models") / "short", max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for the tests of a module: an engine belongs to the loop that it was made in."""
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 def pytest_configure(config: pytest.Config) -> None:

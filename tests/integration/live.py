@@ -12,9 +12,40 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
+    from pathlib import Path
 
 # Nothing may take longer than this.
 PATIENCE_S = 20.0
+
+
+def engine_options(model: Path, **more: Any) -> dict[str, Any]:
+    """Arguments of a small engine."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 200,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        **more,
+    }
+
+
+def exact(max_tokens: int, **more: Any) -> SamplingParams:
+    """Greedy sampling parameters with replies of an exact length."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+async def ordinary(engine: Any, tokens: list[int], max_tokens: int = 4) -> list[int]:
+    """Answer an ordinary request: after each fault the engine must still do it."""
+    params = exact(max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=tokens), params, f"ordinary-{id(tokens)}"):
+        last = output
+    return list(last.outputs[0].token_ids)
 
 
 def core_state(worker: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvpolicy.core.errors import (
     SessionClosedError,
     SessionFailedError,
 )
+from tests.integration.live import engine_options, exact, ordinary
 from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
@@ -27,28 +28,6 @@ if TYPE_CHECKING:
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
-
-
-def engine_options(model: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_batched_tokens": 512,
-        "block_size": 16,
-        "max_num_seqs": 8,
-        "num_gpu_blocks_override": 200,
-        "kv_cache_memory_bytes": 1 << 28,
-        "enable_prefix_caching": True,
-        "enforce_eager": True,
-        **more,
-    }
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +43,6 @@ def engine(runner: asyncio.Runner, tiny_model: Path) -> Iterator[AsyncLLM]:
 @pytest.fixture
 def run(runner: asyncio.Runner) -> Run[Any]:
     return runner.run
-
-
-def exact(max_tokens: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
-
-
-async def ordinary(engine: AsyncLLM, tokens: list[int], max_tokens: int = 4) -> list[int]:
-    """Answer an ordinary request: after each fault the engine must still do it."""
-    params = exact(max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=tokens), params, f"ordinary-{id(tokens)}"):
-        last = output
-    return list(last.outputs[0].token_ids)
 
 
 def frontend_sizes(engine: AsyncLLM) -> dict[str, int]:

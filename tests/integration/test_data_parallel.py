@@ -15,20 +15,14 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.engine import SteppedEngine, SteppedSession
+from tests.integration.live import engine_options, exact, ordinary
 from tests.integration.replay import random_chunks
-from tests.integration.test_async_llm import engine_options, exact, ordinary
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
     from pathlib import Path
 
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
+from tests.integration.live import engine_options, exact, ordinary
 from tests.integration.replay import random_chunks
-from tests.integration.test_async_llm import engine_options, exact, ordinary
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -53,12 +53,6 @@ class Figures(StatLoggerBase):  # type: ignore[misc]
     def factory(self) -> Any:
         """Return what vLLM calls to make a logger."""
         return lambda _config, _index=0: self
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
-from tests.integration.test_async_llm import engine_options, exact, ordinary
+from tests.integration.live import engine_options, exact, ordinary
 from tests.models import SPECIAL_TOKENS, VOCAB_SIZE, echo_llama, successor
 
 if TYPE_CHECKING:
@@ -183,12 +183,6 @@ class Company:
             await asyncio.sleep(self.source.uniform(0.0, 0.4))
             await self.engine.reset_prefix_cache(reset_running_requests=True)
             self.num_resets += 1
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from attrs import define
 
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.core.errors import SessionClosedError, SessionFailedError
-from tests.integration.live import PATIENCE_S, LiveSession, LiveStream, core_state
-from tests.integration.test_async_llm import engine_options, exact, ordinary
+from tests.integration.live import PATIENCE_S, LiveSession, LiveStream, core_state, engine_options, exact, ordinary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,12 +56,6 @@ class World:
     tasks: set[Any]
     num_trials: int = 0
     failed: str | None = None
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

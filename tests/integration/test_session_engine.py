@@ -17,7 +17,7 @@ from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
-from tests.integration.test_async_llm import engine_options
+from tests.integration.live import engine_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
 NUM_TOKEN_IDS = 320
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")
