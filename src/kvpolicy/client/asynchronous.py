@@ -15,7 +15,7 @@ from kvpolicy.client.exchange import (
     UNSET,
     Call,
     EventReader,
-    another_key_may_help,
+    another_key,
     checked,
     client_headers,
     connection_error,
@@ -122,16 +122,15 @@ class AsyncSessionClient:
             KVPolicyError: see ``kvpolicy.client.errors``.
         """
         keys = routing_keys(routing_key)
+        key = next(keys)
         while True:
-            key = keys.pop()
             call = open_call(
                 key, system_prompt=system_prompt, retention=retention, sampling=sampling, priority=priority, model=model
             )
             try:
                 return AsyncSession(self._line, OpenedSession.from_json(await self._line.ask(call)), key)
             except SessionFailedError as error:
-                if not another_key_may_help(error, keys):
-                    raise
+                key = another_key(error, keys)
 
     async def close(self) -> None:
         """Close the connections. Sessions that are open stay so until the server finds them idle."""

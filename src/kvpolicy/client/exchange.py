@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,14 +15,16 @@ from kvpolicy.client.values import FrameReply
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 SESSIONS = "/v1/streaming/sessions"
 UNKNOWN_SESSION = "unknown_session"
 # A router's word, not the server's: nobody listens where the routing key leads to.
 SERVER_UNREACHABLE = "server_unreachable"
-# Where half of the servers are gone, all of so many random keys lead to them once in 256 openings.
-_NUM_KEYS = 8
+# Where nine of ten servers are gone, so many random keys all lead to them once in 850 openings; of two, never.
+_NUM_KEYS = 64
+# A server that is gone with its host costs a router's time-out for each key.
+_OPENING_S = 10.0
 # A reply may be as late as the server's deadlines for reading and answering allow: 120 s each by default.
 DEFAULT_TIMEOUT = httpx.Timeout(connect=10.0, write=120.0, read=250.0, pool=10.0)
 # What breaks a connection that was there, as opposed to a server that is late: the server itself waits no longer then.
@@ -50,17 +53,31 @@ def client_headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def routing_keys(chosen: str | None) -> list[str]:
-    """Return the values of ``X-Session-ID`` to try, one session each: the caller's choice, or else random ones.
+def routing_keys(chosen: str | None) -> Iterator[str]:
+    """Yield the values of ``X-Session-ID`` to try, one session each: the caller's choice, or else random ones.
 
-    They help a router and authorise nothing.
+    They help a router and authorise nothing. Random ones end after 64, or after ten seconds.
     """
-    return [secrets.token_urlsafe(12) for _ in range(_NUM_KEYS)] if chosen is None else [chosen]
+    if chosen is not None:
+        yield chosen
+        return
+    deadline_s = time.monotonic() + _OPENING_S
+    for _ in range(_NUM_KEYS):
+        yield secrets.token_urlsafe(12)
+        if time.monotonic() > deadline_s:
+            return
 
 
-def another_key_may_help(error: SessionFailedError, keys: list[str]) -> bool:
-    """Return whether to try the next of the keys that are left. A key leads to the same server always."""
-    return error.code == SERVER_UNREACHABLE and bool(keys)
+def another_key(error: SessionFailedError, keys: Iterator[str]) -> str:
+    """Return the next key to try.
+
+    Raises:
+        SessionFailedError: the error itself, where no other key may help. A key leads to the same server always.
+    """
+    key = next(keys, None) if error.code == SERVER_UNREACHABLE else None
+    if key is None:
+        raise error
+    return key
 
 
 def open_call(  # noqa: PLR0913 - one keyword for each option of the route

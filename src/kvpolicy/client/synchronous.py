@@ -15,7 +15,7 @@ from kvpolicy.client.exchange import (
     UNSET,
     Call,
     EventReader,
-    another_key_may_help,
+    another_key,
     checked,
     client_headers,
     connection_error,
@@ -120,16 +120,15 @@ class SessionClient:
             KVPolicyError: see ``kvpolicy.client.errors``.
         """
         keys = routing_keys(routing_key)
+        key = next(keys)
         while True:
-            key = keys.pop()
             call = open_call(
                 key, system_prompt=system_prompt, retention=retention, sampling=sampling, priority=priority, model=model
             )
             try:
                 return Session(self._line, OpenedSession.from_json(self._line.ask(call)), key)
             except SessionFailedError as error:
-                if not another_key_may_help(error, keys):
-                    raise
+                key = another_key(error, keys)
 
     def close(self) -> None:
         """Close the connections. Sessions that are open stay so until the server finds them idle."""

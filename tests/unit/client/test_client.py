@@ -237,11 +237,16 @@ def test_opening_tries_other_keys_where_the_server_of_one_is_gone() -> None:
     asyncio.run(scenario())
 
 
-def test_opening_does_not_try_for_ever_nor_with_a_key_of_its_own_choice() -> None:
-    transport, keys = _routers_words(7, _unreachable())
+def test_opening_does_not_try_for_ever_nor_with_a_key_of_its_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, keys = _routers_words(63, _unreachable())
     with pytest.raises(SessionFailedError, match="nobody listens"):
         SessionClient("http://test", transport=transport).open()
-    assert len(set(keys)) == len(keys) == 8
+    assert len(set(keys)) == len(keys) == 64
+    monkeypatch.setattr("kvpolicy.client.exchange._OPENING_S", 0.0)
+    transport, keys = _routers_words(63, _unreachable())
+    with pytest.raises(SessionFailedError, match="nobody listens"):
+        SessionClient("http://test", transport=transport).open()
+    assert len(keys) == 1
     transport, keys = _routers_words(0, _unreachable("server_late"))
     with pytest.raises(SessionFailedError):
         SessionClient("http://test", transport=transport).open()
