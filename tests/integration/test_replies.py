@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -135,30 +136,80 @@ def test_a_grammar_ends_with_its_reply(session: SteppedSession) -> None:
     assert session.record.request.structured_output_request is None
 
 
-@pytest.mark.parametrize("when", ["first chunk", "known at the fold", "found out later"])
-def test_a_grammar_that_cannot_be_compiled(engine: SteppedEngine, when: str) -> None:
-    """The front end refuses it; one that gets through costs the chunk, or the session if it was folded already."""
+def test_a_grammar_of_the_first_chunk_that_cannot_be_compiled(engine: SteppedEngine) -> None:
+    """The front end refuses it; where one gets through, there is no session to go back to."""
     session = SteppedSession(engine, "session", retention=WINDOW)
-    broken = StructuredOutputsParams(regex="(")
-    broken._backend = "xgrammar"
-    if when != "first chunk":
-        session.push([7] * 20)
-    if when == "known at the fold":
-        session.send([7] * 20, max_tokens=20)
-        engine.step()
-    session.send([8] * 20, structured_outputs=broken)
-    if when == "known at the fold":
-        assert len(engine.answer(session.id).token_ids) == 20
-        answer = engine.answer(session.id)
-        assert (answer.finish_reason, answer.stop_reason) == ("length", "kvpolicy:unsupported_parameters")
-        assert len(session.push([7] * 20).token_ids) == 4
-        session.close()
-    else:
-        answer = engine.answer(session.id)
-        assert (answer.finish_reason, answer.stop_reason) == ("error", "kvpolicy:grammar_failed")
+    session.send([8] * 20, structured_outputs=choice("("))
+    answer = engine.answer(session.id)
+    assert (answer.finish_reason, answer.stop_reason) == ("error", "kvpolicy:grammar_failed")
     engine.outputs.clear()
     assert not engine.scheduler.sessions.records
     assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+def test_a_grammar_known_not_to_compile_costs_its_chunk(session: SteppedSession) -> None:
+    session.send([7] * 20, max_tokens=20)
+    session.engine.step()
+    session.send([8] * 20, structured_outputs=choice("("))
+    assert len(session.engine.answer(session.id).token_ids) == 20
+    answer = session.engine.answer(session.id)
+    assert (answer.finish_reason, answer.stop_reason) == ("length", "kvpolicy:unsupported_parameters")
+
+
+@pytest.mark.parametrize("while_waiting", ["nothing", "parked", "a chunk", "the end"])
+def test_a_chunk_whose_grammar_fails_later_leaves_no_trace(engine: SteppedEngine, while_waiting: str) -> None:
+    """A session that meets such chunks says what one without them says: through evictions and consolidations."""
+    free = engine.num_free_blocks()
+    session, twin = (SteppedSession(engine, name, retention=WINDOW, max_tokens=6) for name in ("session", "twin"))
+    for i, chunk in enumerate(random_chunks(12, 30, 20, 20)):
+        if i % 2:
+            session.rest()
+            session.send([8] * 20, structured_outputs=choice("yes"))
+            fail_grammar(session.record.request)
+            if while_waiting == "parked":
+                engine.preempt_everything()
+                assert engine.scheduler.sessions.blocks.num_blocks(session.id) == 0
+            elif while_waiting == "a chunk":
+                session.send(chunk)
+            refused = engine.answer(session.id)
+            assert (refused.finish_reason, refused.stop_reason) == ("length", "kvpolicy:unsupported_parameters")
+            assert refused.token_ids == ()
+            assert refused.report is not None
+            assert "no such grammar" in str(refused.report.message)
+            if while_waiting != "a chunk":
+                assert session.record.request.num_tokens == session.record.ledger.num_tokens
+                assert session.record.request.structured_output_request is None
+        if not (i % 2 and while_waiting == "a chunk"):
+            session.send(chunk)
+        told, expected = engine.answer(session.id), twin.push(chunk)
+        assert told.token_ids == expected.token_ids
+        for ours, theirs in zip(told.logprobs, expected.logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-5)
+    ledgers = [one.record.ledger for one in (session, twin)]
+    assert min(ledger.num_evictions for ledger in ledgers) > 5
+    # Parking starts the positions anew, so that no consolidation is ever due.
+    assert min(ledger.num_parks if while_waiting == "parked" else ledger.num_consolidations for ledger in ledgers) > 0
+    assert {ledger.num_chunks for ledger in ledgers} == {30}
+    if while_waiting == "the end":
+        session.rest()
+        session.send([8] * 20, structured_outputs=choice("yes"))
+        fail_grammar(session.record.request)
+        engine.send(session.id, [0], session.params(), resumable=False)
+        engine.run_to_rest()
+        assert session.id not in engine.scheduler.requests
+    else:
+        session.close()
+    twin.close()
+    engine.outputs.clear()
+    assert engine.num_free_blocks() == free
+    assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+def fail_grammar(request: Any) -> None:
+    """Let the compilation of a request's grammar fail, as a time-out of it does."""
+    failed: Future[Any] = Future()
+    failed.set_exception(ValueError("no such grammar"))
+    request.structured_output_request.grammar = failed
 
 
 def test_a_session_that_waits_for_its_grammar_can_be_parked(session: SteppedSession) -> None:

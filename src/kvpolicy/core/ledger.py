@@ -100,6 +100,16 @@ class SessionLedger:
         log = self.log.aged().append(SegmentKind.CONTENT, num_tokens, media=media)
         return evolve(self, log=log, num_chunks=self.num_chunks + 1)
 
+    def withdrawn(self) -> SessionLedger:
+        """Return the ledger without the chunk that was appended last, of which nothing has been computed.
+
+        Everything else stays one chunk older.
+
+        Raises:
+            InvariantError: there is no such chunk.
+        """
+        return evolve(self, log=self.log.without_last(), num_chunks=self.num_chunks - 1)
+
     def consolidated(self) -> SessionLedger:
         """Return the ledger after its tokens were set to be computed again from position 0."""
         return evolve(self.preempted(), num_consolidations=self.num_consolidations + 1)

@@ -93,6 +93,17 @@ class SegmentLog:
         segment = Segment(kind, self.num_tokens, end, pinned=pinned, media=media)
         return SegmentLog((*self.segments, segment), end)
 
+    def without_last(self) -> SegmentLog:
+        """Return the log without its last segment.
+
+        Raises:
+            InvariantError: there is none, it is pinned, or it is not at the end.
+        """
+        last = self.segments[-1] if self.segments else None
+        if last is None or last.pinned or last.end != self.num_tokens:
+            raise InvariantError(f"log: expected an unpinned last segment up to {self.num_tokens}, got {last}")
+        return SegmentLog(self.segments[:-1], last.start)
+
     def aged(self) -> SegmentLog:
         """Return the log with every segment one chunk older."""
         return evolve(self, segments=tuple(evolve(segment, age=segment.age + 1) for segment in self.segments))

@@ -54,6 +54,15 @@ def test_a_session_through_a_reply_an_eviction_and_another_chunk() -> None:
     assert (ledger.watermark, ledger.next_position) == (67, 68)
 
 
+def test_a_chunk_can_be_withdrawn_before_anything_of_it_is_computed() -> None:
+    before = SessionLedger.opened(10).appended(40, ("image",)).reply_closed(60)
+    after = before.appended(5).withdrawn()
+    assert after == evolve(before, log=before.log.aged())
+    for nothing_to_withdraw in (SessionLedger.opened(10), SessionLedger(log=SegmentLog(), num_chunks=1)):
+        with pytest.raises(InvariantError, match="log: expected an unpinned last segment up to"):
+            nothing_to_withdraw.withdrawn()
+
+
 def test_a_reply_of_one_token_leaves_nothing() -> None:
     ledger = SessionLedger.opened(10)
     assert ledger.reply_closed(10) == evolve(ledger, watermark=9)

@@ -17,7 +17,7 @@ from kvpolicy.adapters.vllm.v0_28.engine_state import chunk_of
 from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS, cache_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
-from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
+from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord, grammar_error
 from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
 from kvpolicy.core.budget import SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
@@ -129,14 +129,27 @@ class SessionScheduler(CompactionScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process a step; a session whose grammar cannot be compiled ends with a code and not just with an error."""
+        """Process a step; a grammar that cannot be compiled costs a session the chunk that brought it."""
         for request_id in self.grammar_compile_error_reqs & self.sessions.records.keys():
             self.grammar_compile_error_reqs.discard(request_id)
-            request = self.requests[request_id]
-            self._end(
-                request, Refuse("grammar_failed", f"structured_outputs: {request.structured_output_request.grammar}")
-            )
+            record = self.sessions.records[request_id]
+            self._guarded(record.request, partial(self._withdraw, record))
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _withdraw(self, record: SessionRecord) -> None:
+        """Answer the folded chunk that waits for a grammar in vain, and let the session go on without it."""
+        request = record.request
+        message = grammar_error(request.structured_output_request.grammar)
+        if record.ledger.num_chunks == 1:
+            # There is nothing to go back to.
+            self._end(request, Refuse("grammar_failed", message))
+            return
+        self.waiting.remove_requests([request])
+        self.skipped_waiting.remove_requests([request])
+        refusal = Refuse("unsupported_parameters", message)
+        self.sessions.withdraw(record, refusal)
+        self._answer(request, FinishReason.LENGTH, refusal, self.sessions.report(record, refusal).to_wire())
+        self._settle(record)
 
     def _directive(self, scheduler_output: SchedulerOutput) -> StepDirective:
         directive = super()._directive(scheduler_output)

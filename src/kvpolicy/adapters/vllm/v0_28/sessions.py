@@ -136,11 +136,8 @@ class SessionBook:
         record.chunk = marker.ordinal if marker is not None else record.chunk + 1
         plan = self._plan(record, update)
         if plan.refusal is not None:
-            refusal = plan.refusal
-            self.events.emit(
-                ChunkRefused(request_id=record.request.request_id, code=refusal.code, message=refusal.message)
-            )
-            return refusal
+            self._note_refusal(record, plan.refusal)
+            return plan.refusal
         for step in plan.steps:
             self._carry_out(record, step, update)
         record.last_chunk = shape = _shape_of(update)
@@ -154,6 +151,19 @@ class SessionBook:
             )
         )
         return None
+
+    def withdraw(self, record: SessionRecord, refusal: Refuse) -> None:
+        """Take back the chunk that was folded last and has not been scheduled. What was evicted for it stays gone."""
+        record.ledger = record.ledger.withdrawn()
+        engine_state.drop_tail(record.request, record.ledger.num_tokens, self.limits.block_size)
+        record.advance(SessionInput.STOP)
+        record.idle_since_s = time.monotonic()
+        if not self.blocks.num_blocks(record.request.request_id):
+            record.advance(SessionInput.PARK)
+        self._note_refusal(record, refusal)
+
+    def _note_refusal(self, record: SessionRecord, refusal: Refuse) -> None:
+        self.events.emit(ChunkRefused(request_id=record.request.request_id, code=refusal.code, message=refusal.message))
 
     def _plan(self, record: SessionRecord, update: StreamingUpdate) -> FoldPlan:
         """Return the core's plan, or a refusal where the parameters alone decide."""
@@ -183,7 +193,7 @@ class SessionBook:
                 )
         grammar = update.structured_output_request and update.structured_output_request.grammar
         if isinstance(grammar, Exception):
-            errors.append(f"sampling_params.structured_outputs: it cannot be compiled: {grammar}")
+            errors.append(grammar_error(grammar))
         return Refuse("unsupported_parameters", "\n".join(errors)) if errors else None
 
     def _carry_out(self, record: SessionRecord, step: object, update: StreamingUpdate) -> None:
@@ -353,6 +363,11 @@ def _views(ledger: SessionLedger, num_resident: int) -> tuple[tuple[str, int], .
 
 def _shape_of(update: StreamingUpdate) -> ChunkShape:
     return ChunkShape(len(update.prompt_token_ids or ()), update.max_tokens)
+
+
+def grammar_error(error: Exception) -> str:
+    """Return what to say of structured outputs that passed the front end and cannot be compiled all the same."""
+    return f"sampling_params.structured_outputs: it cannot be compiled: {error}"
 
 
 def retention_of(params: SamplingParams | None) -> Mapping[str, Any] | None:
