@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from typing import Any
 
 import structlog
+
+from kvpolicy.adapters import log_lines
 
 SESSION_OPENED = "session.opened"
 SESSION_CLOSED = "session.closed"
@@ -26,24 +27,9 @@ _NUM_SHOWN = 8
 
 
 def make_logger() -> Any:
-    """Return a structlog logger over the standard one named ``kvpolicy.http``, whose level decides what is written.
-
-    Lines are for people where standard error is a terminal, JSON objects elsewhere.
-    """
-    renderer: Any = structlog.processors.JSONRenderer()
-    if sys.stderr.isatty():
-        renderer = structlog.processors.KeyValueRenderer(key_order=["event"])
-    return structlog.wrap_logger(
-        logging.getLogger(_LOGGER),
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.stdlib.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
+    """Return the logger ``kvpolicy.http``."""
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    return log_lines.make_logger(_LOGGER, structlog.stdlib.add_log_level, stamp)
 
 
 def shown_id(session_id: str) -> str:
