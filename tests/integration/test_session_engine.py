@@ -16,6 +16,7 @@ from kvpolicy.adapters.vllm import AsyncLLM, endpoint_plugin
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
+from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 from tests.integration.live import engine_options
 
@@ -93,7 +94,16 @@ def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, r
 
 
 def test_without_retention_the_context_bounds_it(engine: SessionEngine) -> None:
-    assert opened(engine, retention=None).max_blocks == 512 // 16
+    session = opened(engine, retention=None)
+    assert (session.max_blocks, session.retention) == (512 // 16, None)
+
+
+def test_a_session_says_which_budgets_the_engine_uses(engine: SessionEngine) -> None:
+    session = opened(engine, retention={"min_total_tokens": 64}, sampling={"max_tokens": 9})
+    assert session.retention is not None
+    # floor(0.7 * 512) - 9 - 2 * 16, the context limit's share
+    assert (session.retention["total_tokens"], session.retention["content_segments"]) == (317, 30)
+    assert session._session._params.extra_args == {RETENTION_KEY: session.retention}
 
 
 def test_what_cannot_be_is_refused_at_once_with_every_reason(engine: SessionEngine, started: AsyncLLM) -> None:

@@ -38,8 +38,9 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 "frequency_penalty": 0.0,
             }
             assert server.engine.opened == [
-                {"system_prompt": "Be short.", "retention": body["retention"], "priority": 3}
+                {"system_prompt": "Be short.", "retention": {"total_tokens": 2048}, "priority": 3}
             ]
+            assert body["retention"] == server.engine.sessions[0].retention
             path = f"{SESSIONS}/{body['session_id']}"
             pushed = await server.push(path, "one two three")
             assert pushed.status_code == 200

@@ -40,6 +40,11 @@ class SessionPort(Protocol):
     """One open session."""
 
     @property
+    def retention(self) -> Mapping[str, Any] | None:
+        """The budgets in force, with their defaults resolved; None: nothing is ever evicted."""
+        ...
+
+    @property
     def max_blocks(self) -> int:
         """The most blocks that it can ever hold: its share in the admission sum."""
         ...
@@ -93,6 +98,8 @@ class EnginePort(Protocol):
         priority: int,
     ) -> SessionPort:
         """Return a session. The engine hears of it with its first chunk.
+
+        ``retention`` has the budgets that were asked for; what is left out has the engine's defaults.
 
         Raises:
             PolicyUsageError: every reason why such a session cannot be.

@@ -36,6 +36,7 @@ _SAMPLING_DEFAULTS: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "m
 class OpenSession:
     """One session. Satisfies ``adapters.http.port.SessionPort``."""
 
+    retention: Mapping[str, Any] | None
     max_blocks: int
     _session: Session
     _engine: SessionEngine
@@ -126,13 +127,13 @@ class SessionEngine:
             reasons += error.reasons
         if reasons:
             raise PolicyUsageError(dict.fromkeys(reasons))
+        in_force = None if budget is None else budget.to_mapping()
         session = self._engine.open_session(
-            system_prompt=system_prompt,
-            retention=None if budget is None else budget.to_mapping(),
-            sampling_params=params,
-            priority=priority,
+            system_prompt=system_prompt, retention=in_force, sampling_params=params, priority=priority
         )
-        return OpenSession(max_blocks=most_blocks(budget, self._limits), session=session, engine=self)
+        return OpenSession(
+            retention=in_force, max_blocks=most_blocks(budget, self._limits), session=session, engine=self
+        )
 
     def _budget(
         self, system_prompt: str | None, retention: Mapping[str, Any] | None, max_tokens: int | None
