@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 FACTS = EngineFacts(
-    model="fake-model",
+    model_names=("fake-model", "its-other-name"),
     block_size=16,
     context_limit=8192,
     trained_range=8192,

@@ -65,6 +65,11 @@ def test_the_facts_are_the_engines(engine: SessionEngine, tiny_model: Path) -> N
     assert engine.failure() is None
 
 
+def test_the_server_may_know_more_names_of_the_model(started: AsyncLLM, tiny_model: Path) -> None:
+    first = str(tiny_model)
+    assert SessionEngine(started, [first, "tiny"]).facts().model_names == (first, "tiny")
+
+
 def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, runner: asyncio.Runner) -> None:
     async def use() -> None:
         session = opened(engine, sampling={"max_tokens": 9, "ignore_eos": True}, system_prompt="You watch a log.")
@@ -223,7 +228,11 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
 
     async def use(engine: object, *, is_ours: bool = False, num_servers: int = 1) -> list[str]:
         args = SimpleNamespace(
-            api_server_count=num_servers, headless=False, grpc=False, data_parallel_multi_port_external_lb=False
+            api_server_count=num_servers,
+            headless=False,
+            grpc=False,
+            data_parallel_multi_port_external_lb=False,
+            served_model_name=None,
         )
         app, plugin = FastAPI(), endpoint_plugin()
         plugin.attach_router(app)

@@ -87,6 +87,20 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
     asyncio.run(scenario())
 
 
+def test_a_model_has_several_names_and_answers_have_the_first() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            for name in ("fake-model", "its-other-name"):
+                answer = await server.http.post(SESSIONS, json={"model": name})
+                assert (answer.status_code, answer.json()["model"]) == (201, "fake-model")
+            answer = await server.http.post(SESSIONS, json={"model": "another"})
+            assert (
+                "expected fake-model or its-other-name, the one that this server serves, got 'another'" in answer.text
+            )
+
+    asyncio.run(scenario())
+
+
 def test_everything_has_a_default_and_null_keeps_everything() -> None:
     async def scenario() -> None:
         async with served() as server:

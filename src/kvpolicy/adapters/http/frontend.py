@@ -219,5 +219,6 @@ class SessionFrontend:
 
 def _model_errors(wanted: OpenRequest, facts: EngineFacts) -> Iterator[str]:
     """Yield why a session cannot have the model that is wanted."""
-    if wanted.model is not None and wanted.model != facts.model:
-        yield f"model: expected {facts.model}, the one that this server serves, got {wanted.model[:_NUM_SHOWN]!r}"
+    if wanted.model is not None and wanted.model not in facts.model_names:
+        names = " or ".join(facts.model_names)
+        yield f"model: expected {names}, the one that this server serves, got {wanted.model[:_NUM_SHOWN]!r}"

@@ -24,16 +24,22 @@ class ImageTurn:
 class EngineFacts:
     """What an engine offers: limits in tokens and blocks, and whether its model takes images.
 
+    ``model_names`` are all that its model is served under; answers have the first, ``model``.
     ``num_pool_blocks`` is what all requests share, over all data-parallel engines.
     """
 
-    model: str
+    model_names: tuple[str, ...]
     block_size: int
     context_limit: int
     trained_range: int
     num_pool_blocks: int
     max_sessions: int
     takes_images: bool
+
+    @property
+    def model(self) -> str:
+        """The name that answers and metrics have."""
+        return self.model_names[0]
 
 
 class SessionPort(Protocol):

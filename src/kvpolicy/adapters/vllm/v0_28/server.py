@@ -224,7 +224,7 @@ class _Server:
             self.frontend.attach(app)
         await init_app_state(engine, app.state, self.args, tasks)
         if self.frontend is not None:
-            self.frontend.start(SessionEngine(engine))
+            self.frontend.start(SessionEngine(engine, self.args.served_model_name or ()))
         return app
 
     async def _stop_sessions(self) -> None:

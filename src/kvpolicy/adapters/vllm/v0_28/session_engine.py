@@ -19,7 +19,7 @@ from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_error
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
 
     from vllm.sampling_params import SamplingParams
 
@@ -71,8 +71,11 @@ class OpenSession:
 class SessionEngine:
     """A started engine. Satisfies ``adapters.http.port.EnginePort``."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        """Read the facts off the engine: they do not change."""
+    def __init__(self, engine: AsyncLLM, model_names: Iterable[str] = ()) -> None:
+        """Read the facts off the engine: they do not change.
+
+        ``model_names`` are all of the server: an engine keeps the first.
+        """
         self._engine = engine
         config = engine.vllm_config
         # vLLM adds up the blocks of its data-parallel engines, and each keeps one (the null block) for itself.
@@ -86,7 +89,7 @@ class SessionEngine:
             num_pool_blocks=num_pool_blocks // num_engines,
         )
         self._facts = EngineFacts(
-            model=str(config.model_config.served_model_name),
+            model_names=tuple(dict.fromkeys((str(config.model_config.served_model_name), *model_names))),
             block_size=self._limits.block_size,
             context_limit=self._limits.context_limit,
             trained_range=self._limits.trained_range,
