@@ -231,5 +231,17 @@ def test_a_wrong_flag_of_ours_hides_no_reason_of_the_engine(tiny_model: Path) ->
     assert "async_scheduling" in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "size"), [("", None), ("--mm-processor-cache-gb 4", 4), ("--mm_processor_cache_gb=2", 2)]
+)
+def test_the_processor_cache_is_off_unless_it_was_asked_for(tiny_model: Path, flags: str, size: float | None) -> None:
+    """Whether it can be is the model's matter: see ``model_errors``."""
+    line = (str(tiny_model), "--enable-streaming", "--max-model-len", "512", "--max-num-seqs", "8", *flags.split())
+    args, options, reasons = parsed(line)
+    assert args.mm_processor_cache_gb == size
+    server_config(args, options, reasons)
+    assert args.mm_processor_cache_gb == (size or 0)
+
+
 def test_a_model_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
     assert "nowhere" in refused(str(tmp_path / "nowhere"), "--enable-streaming")

@@ -7,6 +7,7 @@ taken here. Nothing of ours is in the way of a server that asks for nothing of o
 from __future__ import annotations
 
 import signal
+from argparse import Namespace
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Awaitable, Sequence
 
     from fastapi import FastAPI
@@ -66,6 +66,8 @@ def serve(arguments: Sequence[str]) -> int:
     args, options, reasons = parsed(arguments)
     if options.is_stock:
         reject(reasons)
+        if args.mm_processor_cache_gb is None:
+            args.mm_processor_cache_gb = AsyncEngineArgs.mm_processor_cache_gb
         ServeSubcommand.cmd(args)
         return 0
     config = server_config(args, options, reasons)
@@ -81,7 +83,8 @@ def parsed(arguments: Sequence[str], prog: str = "kvpolicy serve") -> tuple[Name
     """
     parser = make_arg_parser(FlexibleArgumentParser(prog=prog, usage=f"{prog} MODEL [options]"))
     add_flags(parser)
-    args = parser.parse_args(list(arguments))
+    # Where this is None afterwards, nobody has asked for it: vLLM's default would look like a wish.
+    args = parser.parse_args(list(arguments), Namespace(mm_processor_cache_gb=None))
     if args.model_tag is not None:
         args.model = args.model_tag
     options, ours = take_options(args)
@@ -120,7 +123,7 @@ def configuration(args: Namespace, options: ServeOptions) -> VllmConfig:
     Raises:
         PolicyUsageError: every reason why there is none.
     """
-    if args.mm_processor_cache_gb == AsyncEngineArgs.mm_processor_cache_gb:
+    if args.mm_processor_cache_gb is None:
         # Nobody asked for it, and an item that it knows comes without the data that an evicted one needs.
         args.mm_processor_cache_gb = 0
     try:
