@@ -337,7 +337,16 @@ class SessionScheduler(CompactionScheduler):
             watermark = blocks.num_watermark_blocks() if self.running else 0
             wanted = self._blocks_of(head) + watermark
             growth += max(0, wanted - blocks.num_blocks(head.request_id))
-        return growth - blocks.num_free_blocks()
+        missing = growth - blocks.num_free_blocks()
+        # Looked up only where it may decide: a long prompt has thousands of blocks.
+        return missing - self._num_shared_hits(head) if missing > 0 and head is not None else missing
+
+    def _num_shared_hits(self, request: Request) -> int:
+        """Blocks that a waiting request will find in the prefix cache, and that others hold: it takes no free ones."""
+        if request.num_computed_tokens:
+            return 0
+        hit, *_ = self._get_local_prefix_cache_hit(request)
+        return self.sessions.blocks.num_shared(hit)
 
     def _blocks_of(self, request: Request) -> int:
         """Blocks that hold a request's tokens; all that it may ever hold if it has a policy."""
