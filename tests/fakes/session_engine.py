@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
+from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 from kvpolicy.core.replies import Reply, SegmentView, SessionStats
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 FACTS = EngineFacts(
-    model="fake-model",
+    model_names=("fake-model", "its-other-name"),
     block_size=16,
     context_limit=8192,
     trained_range=8192,
@@ -210,11 +211,23 @@ class FakeEngine:
         sampling: Mapping[str, Any],
         priority: int,
     ) -> FakeSession:
-        """Return a session, unless its sampling has an unknown field."""
+        """Return a session, unless its sampling has an unknown field or its budget cannot be."""
         if "no_such_field" in sampling:
             raise PolicyUsageError(["sampling: unknown field 'no_such_field'", "sampling: and another reason"])
         self.opened.append({"system_prompt": system_prompt, "retention": retention, "priority": priority})
-        session = self.session_class(self, retention, sampling)
+        session = self.session_class(self, self._in_force(retention, sampling["max_tokens"]), sampling)
         self.sessions.append(session)
         self.live.add(session)
         return session
+
+    def _in_force(self, retention: Mapping[str, Any] | None, max_tokens: int) -> Mapping[str, Any] | None:
+        if retention is None:
+            return None
+        facts = self.facts()
+        limits = SessionLimits(
+            block_size=facts.block_size,
+            context_limit=facts.context_limit,
+            trained_range=facts.trained_range,
+            num_pool_blocks=facts.num_pool_blocks,
+        )
+        return RetentionBudget.from_mapping(retention).resolved(limits, max_tokens).to_mapping()

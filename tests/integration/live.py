@@ -48,6 +48,16 @@ async def ordinary(engine: Any, tokens: list[int], max_tokens: int = 4) -> list[
     return list(last.outputs[0].token_ids)
 
 
+async def num_missing_blocks(engine: Any) -> int:
+    """Return how many blocks are neither free nor a probe session's own (one more is vLLM's null block)."""
+    retention = {"total_tokens": 256, "min_total_tokens": 64}
+    async with engine.open_session(retention=retention, sampling_params=exact(2)) as probe:
+        await probe.push([5] * 20)
+        stats = probe.stats()
+        num_pool_blocks = int(engine.vllm_config.cache_config.num_gpu_blocks) - 1
+        return num_pool_blocks - int(stats.num_free_blocks) - int(stats.num_blocks)
+
+
 def core_state(worker: Any) -> dict[str, Any]:
     """Return what the scheduler and the worker hold. Runs inside the engine's process, between two steps.
 

@@ -22,7 +22,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
-from tests.integration.live import engine_options, exact, ordinary
+from tests.integration.live import engine_options, exact, num_missing_blocks, ordinary
 from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
@@ -90,13 +90,6 @@ def figures(request: pytest.FixtureRequest, engines: dict[str, Any]) -> Figures:
     """What that engine counts."""
     kept: Figures = engines["figures"][request.node.callspec.params["engine"]]
     return kept
-
-
-async def num_missing_blocks(engine: AsyncLLM) -> int:
-    """Return the blocks that are neither free nor a probe session's own."""
-    async with engine.open_session(retention=WINDOW, sampling_params=exact(2)) as probe:
-        await probe.push([5] * 20)
-        return 199 - probe.stats().num_free_blocks - probe.stats().num_blocks
 
 
 def only_ours_passes(reason: str) -> pytest.MarkDecorator:

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
-from tests.integration.live import engine_options, exact, ordinary
+from tests.integration.live import engine_options, exact, num_missing_blocks, ordinary
 from tests.models import SPECIAL_TOKENS, VOCAB_SIZE, echo_llama, successor
 
 if TYPE_CHECKING:
@@ -204,14 +204,6 @@ async def soak(engine: AsyncLLM, streams: list[Stream], company: Company) -> Non
         await asyncio.gather(*(group.create_task(stream.consume(engine)) for stream in streams))
         for task in beside:
             task.cancel()
-
-
-async def num_missing_blocks(engine: AsyncLLM) -> int:
-    """Return how many blocks are neither free nor a probe session's own (one more is vLLM's null block)."""
-    async with engine.open_session(retention=RETENTIONS[0], sampling_params=exact(2)) as probe:
-        await probe.push([5] * 20)
-        stats = probe.stats()
-        return NUM_BLOCKS - 1 - stats.num_free_blocks - stats.num_blocks
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from kvpolicy.core.policies import built_in_policies
 from kvpolicy.core.policy_options import policy_from
-from tests.integration.engine import SteppedEngine, greedy
+from tests.integration.engine import SteppedEngine, SteppedSession, greedy
 from tests.integration.generation import GenerationOracle, visible_keys
 from tests.integration.test_randkv_oracle import NEIGHBOUR, POLICIES, PROMPT, TOLERANCE, differences, generate
 
@@ -148,6 +148,32 @@ def test_a_pool_of_one_bounded_request_serves_a_context_of_32k(tiny_model: Path)
         engine.start("short", PROMPT, 100, policy="off")
         assert len(engine.answer("short").token_ids) == 100
         assert engine.num_free_blocks() == free
+
+
+@pytest.mark.parametrize("policy", ["off", BOUND], ids=["dense", "bounded"])
+def test_no_session_is_parked_for_blocks_that_are_shared(tiny_model: Path, policy: Any) -> None:
+    """A waiting request needs 11 blocks (13 with its bound) and 6 are free, but it shares 10 with a running one."""
+    engine = SteppedEngine(tiny_model, kv_cache_policy="off", num_gpu_blocks_override=25, max_model_len=256)
+    with closing(engine):
+        session = SteppedSession(engine, "idle", retention={"total_tokens": 160, "min_total_tokens": 64})
+        assert len(session.push([7] * 100).token_ids) == 4  # 7 of 24 blocks
+        prompt = [5 + (13 * i + i * i) % 280 for i in range(165)]
+        engine.start("first", prompt, 40, policy="off")
+        engine.step()
+        assert engine.num_free_blocks() == 6
+        engine.start("second", prompt, 40, policy=policy)
+        answer = engine.answer("second")
+        assert len(answer.token_ids) == 40
+        assert answer.prefill.num_cached_tokens == 160
+        engine.run_to_rest()
+        assert session.record.ledger.num_parks == 0
+        # One that shares nothing still gets the session's blocks.
+        engine.start("third", prompt[::-1], 5, policy="off")
+        engine.step()
+        engine.start("fourth", [9] * 165, 5, policy=policy)
+        assert len(engine.answer("fourth").token_ids) == 5
+        assert session.record.ledger.num_parks == 1
+        session.close()
 
 
 @pytest.mark.long

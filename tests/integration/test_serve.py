@@ -221,5 +221,27 @@ def test_each_guard_names_its_flag(tiny_model: Path, flags: str) -> None:
     assert flags.split(maxsplit=1)[0].removeprefix("--").replace("-", "_") in said.replace("-", "_")
 
 
+def test_a_wrong_flag_of_ours_hides_no_reason_of_the_engine(tiny_model: Path) -> None:
+    flags = "--enable-streaming --session-idle-timeout-s 0 --max-sessions 9 --max-num-seqs 8 --pipeline-parallel-size 2"
+    said = refused(str(tiny_model), "--max-model-len", "512", *flags.split(), "--api-server-count", "2")
+    for part in ("--session-idle-timeout-s", "max_sessions", "--pipeline-parallel-size 2", "--api-server-count 2"):
+        assert part in said
+    said = refused(str(tiny_model), "--kv-cache-policy", "randkv", "--session-top-p", "0.5", "--async-scheduling")
+    assert "--session-top-p" in said
+    assert "async_scheduling" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"), [("", None), ("--mm-processor-cache-gb 4", 4), ("--mm_processor_cache_gb=2", 2)]
+)
+def test_the_processor_cache_is_off_unless_it_was_asked_for(tiny_model: Path, flags: str, size: float | None) -> None:
+    """Whether it can be is the model's matter: see ``model_errors``."""
+    line = (str(tiny_model), "--enable-streaming", "--max-model-len", "512", "--max-num-seqs", "8", *flags.split())
+    args, options, reasons = parsed(line)
+    assert args.mm_processor_cache_gb == size
+    server_config(args, options, reasons)
+    assert args.mm_processor_cache_gb == (size or 0)
+
+
 def test_a_model_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
     assert "nowhere" in refused(str(tmp_path / "nowhere"), "--enable-streaming")

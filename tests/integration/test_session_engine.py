@@ -16,6 +16,7 @@ from kvpolicy.adapters.vllm import AsyncLLM, endpoint_plugin
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
+from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 from tests.integration.live import engine_options
 
@@ -64,6 +65,11 @@ def test_the_facts_are_the_engines(engine: SessionEngine, tiny_model: Path) -> N
     assert engine.failure() is None
 
 
+def test_the_server_may_know_more_names_of_the_model(started: AsyncLLM, tiny_model: Path) -> None:
+    first = str(tiny_model)
+    assert SessionEngine(started, [first, "tiny"]).facts().model_names == (first, "tiny")
+
+
 def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, runner: asyncio.Runner) -> None:
     async def use() -> None:
         session = opened(engine, sampling={"max_tokens": 9, "ignore_eos": True}, system_prompt="You watch a log.")
@@ -93,7 +99,16 @@ def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, r
 
 
 def test_without_retention_the_context_bounds_it(engine: SessionEngine) -> None:
-    assert opened(engine, retention=None).max_blocks == 512 // 16
+    session = opened(engine, retention=None)
+    assert (session.max_blocks, session.retention) == (512 // 16, None)
+
+
+def test_a_session_says_which_budgets_the_engine_uses(engine: SessionEngine) -> None:
+    session = opened(engine, retention={"min_total_tokens": 64}, sampling={"max_tokens": 9})
+    assert session.retention is not None
+    # floor(0.7 * 512) - 9 - 2 * 16, the context limit's share
+    assert (session.retention["total_tokens"], session.retention["content_segments"]) == (317, 30)
+    assert session._session._params.extra_args == {RETENTION_KEY: session.retention}
 
 
 def test_what_cannot_be_is_refused_at_once_with_every_reason(engine: SessionEngine, started: AsyncLLM) -> None:
@@ -213,7 +228,11 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
 
     async def use(engine: object, *, is_ours: bool = False, num_servers: int = 1) -> list[str]:
         args = SimpleNamespace(
-            api_server_count=num_servers, headless=False, grpc=False, data_parallel_multi_port_external_lb=False
+            api_server_count=num_servers,
+            headless=False,
+            grpc=False,
+            data_parallel_multi_port_external_lb=False,
+            served_model_name=None,
         )
         app, plugin = FastAPI(), endpoint_plugin()
         plugin.attach_router(app)

@@ -25,6 +25,7 @@ ALLOWED = {
     "json",
     "kvpolicy.core",
     "math",
+    "re",
     "types",
     "typing",
 }

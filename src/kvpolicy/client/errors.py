@@ -13,6 +13,8 @@ SessionApiError       anything else: an unknown id (404), a chunk that is pendin
                       one (409), a fault of the server (500), a wrong key (401)
 SessionConnectionError  there was no whole answer
 ====================  =============================================================================================
+
+Their texts name a session by the first characters of its id, as the server's log does: ``session.id`` is all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from kvpolicy.core.errors import (
     SessionClosedError,
     SessionFailedError,
 )
+from kvpolicy.core.session_ids import without_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,4 +69,5 @@ def error_of(status: int, body: Any) -> KVPolicyError:  # noqa: ANN401 - JSON fr
             if kind in _BY_TYPE:
                 return _BY_TYPE[kind](code, message, tuple(str(reason) for reason in reasons))
             return SessionApiError(status, code, message)
-    return SessionApiError(status, "unknown", str(body)[:500])
+    # Routers like to repeat the path that they were asked for.
+    return SessionApiError(status, "unknown", without_ids(str(body))[:500])

@@ -13,6 +13,7 @@ from attrs import frozen
 from kvpolicy.client.errors import SessionConnectionError, error_of
 from kvpolicy.client.values import FrameReply
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
+from kvpolicy.core.session_ids import without_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -148,8 +149,8 @@ def checked(answer: httpx.Response) -> Any:  # noqa: ANN401 - JSON
 
 
 def connection_error(error: httpx.HTTPError, call: Call) -> SessionConnectionError:
-    """Return what is raised where there was no whole answer."""
-    return SessionConnectionError(f"{call.method} {call.path}: {type(error).__name__}: {error}")
+    """Return what is raised where there was no whole answer. Its text may be logged, so it has no whole id."""
+    return SessionConnectionError(without_ids(f"{call.method} {call.path}: {type(error).__name__}: {error}"))
 
 
 class EventReader:

@@ -12,16 +12,22 @@ from typer.testing import CliRunner
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
 from kvpolicy.cli.app import app
-from kvpolicy.core.errors import PolicyUsageError
 
 
-def parsed(*arguments: str) -> tuple[ServeOptions, dict[str, Any]]:
-    """Return our options, and what is left for vLLM."""
+def taken(*arguments: str) -> tuple[ServeOptions, tuple[str, ...], dict[str, Any]]:
+    """Return our options, what is wrong with them, and what is left for vLLM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port")
     add_flags(parser)
     namespace = parser.parse_args(arguments)
-    return take_options(namespace), vars(namespace)
+    return *take_options(namespace), vars(namespace)
+
+
+def parsed(*arguments: str) -> tuple[ServeOptions, dict[str, Any]]:
+    """Return our options, with which nothing is wrong, and what is left for vLLM."""
+    options, reasons, rest = taken(*arguments)
+    assert reasons == ()
+    return options, rest
 
 
 def test_no_flag_of_ours_is_the_stock_server() -> None:
@@ -57,16 +63,19 @@ def test_every_limit_has_a_flag_that_is_explained() -> None:
 
 
 def test_all_reasons_come_at_once_and_name_the_flag() -> None:
-    with pytest.raises(PolicyUsageError) as caught:
-        parsed("--max-sessions", "3", "--session-idle-timeout-s", "-1", "--session-max-body-bytes", "0")
-    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+    flags = ("--max-sessions", "3", "--session-idle-timeout-s", "-1", "--session-max-body-bytes", "0")
+    options, reasons, rest = taken(*flags)
+    assert [reason.split(":")[0] for reason in reasons] == [
         "--max-sessions",
         "--session-max-body-bytes",
         "--session-idle-timeout-s",
         "--session-max-body-bytes",
         "--session-idle-timeout-s",
     ]
-    assert "add --enable-streaming" in caught.value.reasons[0]
+    assert "add --enable-streaming" in reasons[0]
+    # What can be known of the engine is asked with these, to be said beside them.
+    assert options == ServeOptions(max_sessions=3)
+    assert rest == {"port": None}
 
 
 def test_a_value_of_the_wrong_type_is_said_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,7 @@ REPLY = {
     "consolidated": False,
     "a_field_of_a_newer_server": 1,
 }
+PATH_OF_A_SECRET = "/v1/streaming/sessions/0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE"
 OPENED = {"session_id": "s", "model": "m", "max_blocks": 1, "retention": None, "sampling": {}}
 
 
@@ -327,6 +328,21 @@ def test_what_is_late_is_not_sent_again() -> None:
     with pytest.raises(SessionConnectionError, match="ReadTimeout: late"):
         client.open().push("hi")
     assert len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.ReadTimeout("late"), httpx.Response(404, text=f"Cannot GET {PATH_OF_A_SECRET}/frame")]
+)
+def test_no_error_has_a_whole_id_in_its_text(answer: httpx.Response | Exception) -> None:
+    secret = PATH_OF_A_SECRET.rpartition("/")[2]
+    client, _ = _scripted(answer)
+    session = client.open()
+    session.id = secret
+    with pytest.raises((SessionConnectionError, SessionApiError)) as caught:
+        session.push("hi")
+    assert f"/v1/streaming/sessions/{secret[:8]}.../frame" in str(caught.value)
+    assert secret not in repr(caught.value)
+    assert session.id == secret
 
 
 def test_a_stream_that_just_ends_is_no_reply() -> None:

@@ -65,6 +65,7 @@ def test_all_reasons_come_at_once() -> None:
             reasons = error_of(await server.http.post(SESSIONS, json=wanted))["reasons"]
             assert [reason.partition(":")[0] for reason in reasons][:2] == ["model", "budget"]
             assert len(reasons) == 4
+            assert not server.engine.live
 
     asyncio.run(scenario())
 

@@ -45,10 +45,14 @@ def test_the_schema_has_the_routes_and_says_what_they_do() -> None:
             assert operation["summary"], where
             assert len(operation["description"]) > 60, where
             assert "X-Session-ID" in [parameter["name"] for parameter in operation["parameters"]], where
+            # Whether it is asked for depends on the server's --api-key.
+            assert operation["security"] == [{"api_key": []}, {}], where
             for status, answer in operation["responses"].items():
                 if status >= "400":
                     content = answer["content"]["application/json"]["schema"]
                     assert content == {"$ref": "#/components/schemas/ErrorBody"}, (where, status)
+    schemes = schema["components"]["securitySchemes"]
+    assert {name: (each["type"], each["scheme"]) for name, each in schemes.items()} == {"api_key": ("http", "bearer")}
     push = schema["paths"]["/v1/streaming/sessions/{session_id}/frame"]["post"]
     assert sorted(push["requestBody"]["content"]) == [
         "application/json",

@@ -38,8 +38,9 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 "frequency_penalty": 0.0,
             }
             assert server.engine.opened == [
-                {"system_prompt": "Be short.", "retention": body["retention"], "priority": 3}
+                {"system_prompt": "Be short.", "retention": {"total_tokens": 2048}, "priority": 3}
             ]
+            assert body["retention"] == server.engine.sessions[0].retention
             path = f"{SESSIONS}/{body['session_id']}"
             pushed = await server.push(path, "one two three")
             assert pushed.status_code == 200
@@ -82,6 +83,20 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
             assert closed.json() == {"session_id": body["session_id"], "frames": 1, "closed": True}
             assert (await server.http.delete(path)).json() == closed.json()
             assert server.engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_model_has_several_names_and_answers_have_the_first() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            for name in ("fake-model", "its-other-name"):
+                answer = await server.http.post(SESSIONS, json={"model": name})
+                assert (answer.status_code, answer.json()["model"]) == (201, "fake-model")
+            answer = await server.http.post(SESSIONS, json={"model": "another"})
+            assert (
+                "expected fake-model or its-other-name, the one that this server serves, got 'another'" in answer.text
+            )
 
     asyncio.run(scenario())
 

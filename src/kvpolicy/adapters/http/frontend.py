@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpolicy.adapters.http import log as events
 from kvpolicy.adapters.http.endings import EndReason
@@ -18,11 +18,12 @@ from kvpolicy.adapters.http.registry import SessionRegistry
 from kvpolicy.adapters.http.routes import make_router
 from kvpolicy.adapters.http.schemas import ConfigReply, OpenReply
 from kvpolicy.adapters.http.surroundings import Surroundings, engine_sentence, enqueue_deadline_passed
-from kvpolicy.core.budget import RetentionBudget, SessionLimits
+from kvpolicy.core.budget import RetentionBudget
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from fastapi import FastAPI
 
@@ -134,12 +135,19 @@ class SessionFrontend:
         """
         facts = self._facts()
         sampling = {**self.settings.sampling(), **wanted.sampling.given()}
-        retention = _budget_of(wanted, facts, sampling)
-        await self.registry.reap()
-        port = self._surroundings().engine.open_session(
-            system_prompt=wanted.system_prompt, retention=retention, sampling=sampling, priority=wanted.priority
-        )
+        reasons = list(_model_errors(wanted, facts))
         try:
+            port = self._surroundings().engine.open_session(
+                system_prompt=wanted.system_prompt,
+                retention=None if wanted.retention is None else wanted.retention.given(),
+                sampling=sampling,
+                priority=wanted.priority,
+            )
+        except PolicyUsageError as error:
+            raise PolicyUsageError([*reasons, *error.reasons]) from None
+        try:
+            reject(reasons)
+            await self.registry.reap()
             self.require_running()
             session = self.registry.admit(port, sampling)
         except BaseException:
@@ -149,7 +157,7 @@ class SessionFrontend:
             session_id=session.id,
             model=facts.model,
             max_blocks=session.max_blocks,
-            retention=retention,
+            retention=None if port.retention is None else dict(port.retention),
             sampling=sampling,
         )
 
@@ -209,30 +217,8 @@ class SessionFrontend:
             self.registry.end_silent()
 
 
-def _budget_of(wanted: OpenRequest, facts: EngineFacts, sampling: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the budgets that are in force, with their defaults resolved.
-
-    Raises:
-        PolicyUsageError: they cannot be, or another model is wanted: all reasons at once.
-    """
-    reasons = []
-    budget = None
-    if wanted.model is not None and wanted.model != facts.model:
-        reasons.append(
-            f"model: expected {facts.model}, the one that this server serves, got {wanted.model[:_NUM_SHOWN]!r}"
-        )
-    if wanted.retention is not None:
-        limits = SessionLimits(
-            block_size=facts.block_size,
-            context_limit=facts.context_limit,
-            trained_range=facts.trained_range,
-            num_pool_blocks=facts.num_pool_blocks,
-        )
-        try:
-            given = RetentionBudget.from_mapping(wanted.retention.given())
-            budget = given.resolved(limits, sampling["max_tokens"]).to_mapping()
-        except PolicyUsageError as error:
-            reasons += error.reasons
-    if reasons:
-        raise PolicyUsageError(reasons)
-    return budget
+def _model_errors(wanted: OpenRequest, facts: EngineFacts) -> Iterator[str]:
+    """Yield why a session cannot have the model that is wanted."""
+    if wanted.model is not None and wanted.model not in facts.model_names:
+        names = " or ".join(facts.model_names)
+        yield f"model: expected {names}, the one that this server serves, got {wanted.model[:_NUM_SHOWN]!r}"

@@ -7,11 +7,12 @@ whoever knows the whole id can use the session, so it does not belong in a file.
 from __future__ import annotations
 
 import logging
-import re
-import sys
 from typing import Any
 
 import structlog
+
+from kvpolicy.adapters import log_lines
+from kvpolicy.core.session_ids import without_ids
 
 SESSION_OPENED = "session.opened"
 SESSION_CLOSED = "session.closed"
@@ -22,37 +23,12 @@ CHUNK_REFUSED = "chunk.refused"
 FAULT = "request.failed"
 
 _LOGGER = "kvpolicy.http"
-_NUM_SHOWN = 8
 
 
 def make_logger() -> Any:
-    """Return a structlog logger over the standard one named ``kvpolicy.http``, whose level decides what is written.
-
-    Lines are for people where standard error is a terminal, JSON objects elsewhere.
-    """
-    renderer: Any = structlog.processors.JSONRenderer()
-    if sys.stderr.isatty():
-        renderer = structlog.processors.KeyValueRenderer(key_order=["event"])
-    return structlog.wrap_logger(
-        logging.getLogger(_LOGGER),
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.stdlib.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
-
-
-def shown_id(session_id: str) -> str:
-    """Return what a log may say of an id.
-
-    >>> shown_id("0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE")
-    '0rAV1dKG'
-    """
-    return session_id[:_NUM_SHOWN]
+    """Return the logger ``kvpolicy.http``."""
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    return log_lines.make_logger(_LOGGER, structlog.stdlib.add_log_level, stamp)
 
 
 def hide_session_ids() -> None:
@@ -65,13 +41,5 @@ def hide_session_ids() -> None:
 class _HidesSessionIds(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            record.args = tuple(_ID.sub(_shown, arg) if isinstance(arg, str) else arg for arg in record.args)
+            record.args = tuple(without_ids(arg) if isinstance(arg, str) else arg for arg in record.args)
         return True
-
-
-_ID = re.compile(r"(?<=/v1/streaming/sessions/)[\w-]+")
-
-
-def _shown(found: re.Match[str]) -> str:
-    shown = shown_id(found[0])
-    return shown if shown == found[0] else f"{shown}..."

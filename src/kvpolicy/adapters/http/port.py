@@ -24,10 +24,11 @@ class ImageTurn:
 class EngineFacts:
     """What an engine offers: limits in tokens and blocks, and whether its model takes images.
 
+    ``model_names`` are all that its model is served under; answers have the first, ``model``.
     ``num_pool_blocks`` is what all requests share, over all data-parallel engines.
     """
 
-    model: str
+    model_names: tuple[str, ...]
     block_size: int
     context_limit: int
     trained_range: int
@@ -35,9 +36,19 @@ class EngineFacts:
     max_sessions: int
     takes_images: bool
 
+    @property
+    def model(self) -> str:
+        """The name that answers and metrics have."""
+        return self.model_names[0]
+
 
 class SessionPort(Protocol):
     """One open session."""
+
+    @property
+    def retention(self) -> Mapping[str, Any] | None:
+        """The budgets in force, with their defaults resolved; None: nothing is ever evicted."""
+        ...
 
     @property
     def max_blocks(self) -> int:
@@ -93,6 +104,8 @@ class EnginePort(Protocol):
         priority: int,
     ) -> SessionPort:
         """Return a session. The engine hears of it with its first chunk.
+
+        ``retention`` has the budgets that were asked for; what is left out has the engine's defaults.
 
         Raises:
             PolicyUsageError: every reason why such a session cannot be.

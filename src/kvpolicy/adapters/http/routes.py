@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, Security
+from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
 from kvpolicy.adapters.http.answers import EventStream, whole_reply, with_presence
@@ -49,10 +50,20 @@ def _routing_key(
     return key
 
 
+# For the schema only: the server in front of the routes checks the key, if it was given one.
+_KEY = HTTPBearer(
+    scheme_name="api_key", description="What the server was started with as `--api-key`.", auto_error=False
+)
+_OR_NO_KEY: dict[str, Any] = {"security": [{}]}
+
+
 def make_router(frontend: SessionFrontend) -> APIRouter:
     """Return the routes of a frontend."""
     router = APIRouter(
-        prefix=PREFIX, route_class=SessionRoute, tags=["streaming sessions"], dependencies=[Depends(_routing_key)]
+        prefix=PREFIX,
+        route_class=SessionRoute,
+        tags=["streaming sessions"],
+        dependencies=[Depends(_routing_key), Security(_KEY)],
     )
     settings = frontend.settings
 
@@ -61,7 +72,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         status_code=201,
         response_model=OpenReply,
         responses=_errors(400, 413, 422, 500, 503),
-        openapi_extra=_body({"application/json": _schema(OpenRequest)}, required=False),
+        openapi_extra=_OR_NO_KEY | _body({"application/json": _schema(OpenRequest)}, required=False),
         summary="Open a session",
     )
     async def open_session(request: Request) -> OpenReply:
@@ -123,7 +134,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
             methods=["POST"],
             response_model=FrameReply,
             responses={200: _EVENT_STREAM, **_errors(400, 404, 409, 413, 422, 500, 503)},
-            openapi_extra=_body(_FRAME_BODIES),
+            openapi_extra=_OR_NO_KEY | _body(_FRAME_BODIES),
             summary="Push a chunk (also as `/frames`)",
             operation_id=f"push_{path}",
             include_in_schema=is_shown,
@@ -133,6 +144,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         "/sessions/{session_id}",
         response_model=StatusReply,
         responses=_errors(400, 404, 422, 500, 503),
+        openapi_extra=_OR_NO_KEY,
         summary="See what a session holds",
     )
     async def session_status(session_id: SessionId) -> StatusReply:
@@ -147,6 +159,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         "/sessions/{session_id}",
         response_model=CloseReply,
         responses=_errors(400, 404, 422, 500, 503),
+        openapi_extra=_OR_NO_KEY,
         summary="Close a session",
     )
     async def close_session(session_id: SessionId) -> CloseReply:
@@ -155,7 +168,11 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         return await frontend.registry.close(session_id)
 
     @router.get(
-        "/config", response_model=ConfigReply, responses=_errors(400, 422, 500, 503), summary="Defaults and limits"
+        "/config",
+        response_model=ConfigReply,
+        responses=_errors(400, 422, 500, 503),
+        openapi_extra=_OR_NO_KEY,
+        summary="Defaults and limits",
     )
     async def config() -> ConfigReply:
         """Return what a session has where its opener asks for nothing, and what this server and its engine allow."""

@@ -85,7 +85,9 @@ class OpenRequest(_Body):
         }
     )
 
-    model: str | None = Field(default=None, description="If given, it must be the model that this server serves.")
+    model: str | None = Field(
+        default=None, description="If given, it must be a name of the model that this server serves."
+    )
     system_prompt: str | None = Field(
         default=None, description="Comes before the first chunk and is kept for the whole life of the session."
     )

@@ -30,6 +30,7 @@ from kvpolicy.adapters.http.surroundings import (
 )
 from kvpolicy.adapters.http.views import reply_body, status_body
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
+from kvpolicy.core.session_ids import shown_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ class ServedSession:
         self._sampling = sampling
         self._around = around
         self._on_change = on_change
-        self._log = around.log.bind(session=events.shown_id(session_id))
+        self._log = around.log.bind(session=shown_id(session_id))
         self._pending: Flight | None = None
         self._answered: Flight | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -153,9 +154,7 @@ class ServedSession:
             raise conflict("frame_index", f"frame_index: expected {self.num_frames}, the next one, got {frame.index}")
         flight = Flight(self.num_frames, digest, self._abandon)
         self._pending = flight
-        self._driver = asyncio.create_task(
-            self._drive(frame, flight, deadline_s), name=f"push-{events.shown_id(self.id)}"
-        )
+        self._driver = asyncio.create_task(self._drive(frame, flight, deadline_s), name=f"push-{shown_id(self.id)}")
         self._on_change(self)
         return flight.wait()
 
@@ -259,7 +258,7 @@ class ServedSession:
         if flight is not None:
             flight.fail(self.ending.pending_error())
         self._answered = None
-        self._release = asyncio.create_task(self._let_go(), name=f"release-{events.shown_id(self.id)}")
+        self._release = asyncio.create_task(self._let_go(), name=f"release-{shown_id(self.id)}")
         self._release.add_done_callback(lambda _: self._on_change(self))
         self._around.metrics.closed(reason)
         self._log.info(events.SESSION_CLOSED, reason=str(reason), frames=self.num_frames, refused=self._num_refused)

@@ -76,11 +76,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def take_options(namespace: argparse.Namespace) -> ServeOptions:
-    """Take what our flags have put into a namespace out of it, so that what is left is vLLM's; return it.
+def take_options(namespace: argparse.Namespace) -> tuple[ServeOptions, tuple[str, ...]]:
+    """Take what our flags have put into a namespace out of it, so that what is left is vLLM's.
 
-    Raises:
-        PolicyUsageError: every reason why there can be no such server.
+    Returns:
+        The options, with default settings where those that were given cannot be, and every reason why there can be no
+        such server. (vLLM may have more: who raises knows all of them.)
     """
     given = vars(namespace)
     ours = {name: given.pop(name) for name in ("kv_cache_policy", _STREAMING, "max_sessions") if name in given}
@@ -94,9 +95,7 @@ def take_options(namespace: argparse.Namespace) -> ServeOptions:
         settings = ServerSettings(**limits)
     except PolicyUsageError as error:
         reasons += [_by_flag(reason) for reason in error.reasons]
-    if reasons:
-        raise PolicyUsageError(reasons)
-    return ServeOptions(**ours, settings=settings)
+    return ServeOptions(**ours, settings=settings), tuple(reasons)
 
 
 def _settings_fields() -> Mapping[str, tuple[Any, Any]]:

@@ -17,6 +17,7 @@ from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import EngineContractError, MissingExtraError, PolicyUsageError
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def diagnose(arguments: Sequence[str]) -> Diagnosis:
         PolicyUsageError: a combination of flags that no server can have.
         SystemExit: by vLLM's parser: there is no such flag.
     """
-    args, options = parsed(arguments, prog="kvpolicy doctor")
+    args, options, reasons = parsed(arguments, prog="kvpolicy doctor")
+    reject(reasons)
     found = _Findings()
     _look_at_engine(found)
     config = _look_at_configuration(found, args, options)

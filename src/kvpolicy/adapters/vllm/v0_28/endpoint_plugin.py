@@ -53,5 +53,5 @@ class SessionEndpoints:
             raise PolicyUsageError(reasons)
         frontend = SessionFrontend(ServerSettings())
         frontend.attach(self._app)
-        frontend.start(SessionEngine(engine_client))
+        frontend.start(SessionEngine(engine_client, args.served_model_name or ()))
         engine_client.call_before_shutdown(awaited_from_elsewhere(frontend.stop))

@@ -18,7 +18,7 @@ from kvpolicy.core.spaces import TokenRange, align_inward
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
     from kvpolicy.adapters.vllm.v0_28.kv_spec import Footprints
@@ -77,6 +77,11 @@ class EngineBlocks:
     def num_blocks(self, request_id: str) -> int:
         """Blocks in this request's table; 0 for an unknown request."""
         return len(self._table.req_to_blocks.get(request_id, ()))
+
+    @staticmethod
+    def num_shared(hit: KVCacheBlocks) -> int:
+        """Blocks of a prefix-cache hit that requests hold; the others are among the free ones."""
+        return sum(block.ref_cnt > 0 for block in hit.blocks[0])
 
     def num_watermark_blocks(self) -> int:
         """Blocks that the engine keeps free when it admits a waiting request."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
+from kvpolicy.adapters.log_lines import make_logger
 from kvpolicy.core.events import ChunkFolded, ChunkRefused, RangeEvicted, SessionFailed
 
 if TYPE_CHECKING:
@@ -22,23 +20,8 @@ _LEVELS: dict[type[Event], int] = {
 
 
 def _logger() -> Any:
-    """Return the standard ``kvpolicy.sessions`` logger in structlog's style; its level decides what is written."""
-    return structlog.wrap_logger(
-        logging.getLogger("kvpolicy.sessions"),
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.processors.format_exc_info,
-            _renderer(),
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
-
-
-def _renderer() -> Any:
-    """Return what makes a line: for people where standard error is a terminal, a JSON object elsewhere."""
-    if sys.stderr.isatty():
-        return structlog.processors.KeyValueRenderer(key_order=["event", "request_id"])
-    return structlog.processors.JSONRenderer()
+    """Return the logger ``kvpolicy.sessions``."""
+    return make_logger("kvpolicy.sessions", first=("event", "request_id"))
 
 
 class LoggedEvents:

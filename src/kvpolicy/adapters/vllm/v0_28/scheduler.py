@@ -284,13 +284,16 @@ class SessionScheduler(CompactionScheduler):
 
     def _relieve_pressure(self) -> None:
         """Park the least valuable sessions if the next request to be scheduled lacks blocks or a slot."""
-        idle_records = [record for record in self.sessions.records.values() if self._can_park(record)]
-        if not idle_records:
-            return
         head = self._next_waiting()
         if head is not None and self._gives_up_consolidation(head):
             head = self._next_waiting()
-        candidates = {r.request.request_id: r for r in idle_records if r.request is not head}
+        candidates = {
+            request_id: record
+            for request_id, record in self.sessions.records.items()
+            if record.request is not head and self._can_park(record)
+        }
+        if not candidates:
+            return
         for request_id in self._parking_victims(head, candidates):
             record = candidates[request_id]
             self._guarded(record.request, partial(self._park, record))
@@ -298,7 +301,8 @@ class SessionScheduler(CompactionScheduler):
     def _gives_up_consolidation(self, head: Request) -> bool:
         """Park a session that consolidates ahead of time but lacks the blocks for it; return whether that was done.
 
-        That work can wait for the session's next chunk; it must not take blocks from others.
+        That work can wait for the session's next chunk; it must neither take blocks from others nor keep those behind
+        it waiting.
         """
         record = self.sessions.records.get(head.request_id)
         if record is None or not record.discards_sample or self._missing_blocks(head) <= 0:
@@ -313,14 +317,12 @@ class SessionScheduler(CompactionScheduler):
 
     def _next_waiting(self) -> Request | None:
         """Return the request that the engine will try to schedule first, idle sessions apart."""
-        waiting = [
+        waiting = (
             request
             for request in chain(self.skipped_waiting, self.waiting)
             if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
-        ]
-        if not waiting:
-            return None
-        return min(waiting) if self.policy == SchedulingPolicy.PRIORITY else waiting[0]
+        )
+        return min(waiting, default=None) if self.policy == SchedulingPolicy.PRIORITY else next(waiting, None)
 
     def _can_park(self, record: SessionRecord) -> bool:
         waiting = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
@@ -350,7 +352,16 @@ class SessionScheduler(CompactionScheduler):
             watermark = blocks.num_watermark_blocks() if self.running else 0
             wanted = self._blocks_of(head) + watermark
             growth += max(0, wanted - blocks.num_blocks(head.request_id))
-        return growth - blocks.num_free_blocks()
+        missing = growth - blocks.num_free_blocks()
+        # Looked up only where it may decide: a long prompt has thousands of blocks.
+        return missing - self._num_shared_hits(head) if missing > 0 and head is not None else missing
+
+    def _num_shared_hits(self, request: Request) -> int:
+        """Blocks that a waiting request will find in the prefix cache, and that others hold: it takes no free ones."""
+        if request.num_computed_tokens:
+            return 0
+        hit, *_ = self._get_local_prefix_cache_hit(request)
+        return self.sessions.blocks.num_shared(hit)
 
     def _blocks_of(self, request: Request) -> int:
         """Blocks that hold a request's tokens; all that it may ever hold if it has a policy."""

@@ -7,6 +7,7 @@ taken here. Nothing of ours is in the way of a server that asks for nothing of o
 from __future__ import annotations
 
 import signal
+from argparse import Namespace
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,10 @@ from kvpolicy.adapters.vllm.v0_28.engine_args import require_session_config, ses
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Awaitable, Sequence
 
     from fastapi import FastAPI
@@ -62,49 +63,46 @@ def serve(arguments: Sequence[str]) -> int:
     """
     # As vLLM's own command does first.
     cli_env_setup()
-    args, options = parsed(arguments)
+    args, options, reasons = parsed(arguments)
     if options.is_stock:
+        reject(reasons)
+        if args.mm_processor_cache_gb is None:
+            args.mm_processor_cache_gb = AsyncEngineArgs.mm_processor_cache_gb
         ServeSubcommand.cmd(args)
         return 0
-    config = server_config(args, options)
+    config = server_config(args, options, reasons)
     write_to_stderr()
     return int(uvloop.run(_Server(args, options, config).run()))
 
 
-def parsed(arguments: Sequence[str], prog: str = "kvpolicy serve") -> tuple[Namespace, ServeOptions]:
-    """Return what the command line says: to vLLM, and to us.
+def parsed(arguments: Sequence[str], prog: str = "kvpolicy serve") -> tuple[Namespace, ServeOptions, list[str]]:
+    """Return what the command line says, to vLLM and to us, and every reason why there can be no such server.
 
     Raises:
-        PolicyUsageError: every combination of flags that cannot be.
         SystemExit: by vLLM's parser.
     """
     parser = make_arg_parser(FlexibleArgumentParser(prog=prog, usage=f"{prog} MODEL [options]"))
     add_flags(parser)
-    args = parser.parse_args(list(arguments))
+    # Where this is None afterwards, nobody has asked for it: vLLM's default would look like a wish.
+    args = parser.parse_args(list(arguments), Namespace(mm_processor_cache_gb=None))
     if args.model_tag is not None:
         args.model = args.model_tag
-    reasons: list[str] = []
-    options = ServeOptions()
-    try:
-        options = take_options(args)
-    except PolicyUsageError as error:
-        reasons += error.reasons
+    options, ours = take_options(args)
+    reasons = list(ours)
     try:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError, VLLMClientError) as error:
         reasons.append(str(error))
-    if reasons:
-        raise PolicyUsageError(reasons)
-    return args, options
+    return args, options, reasons
 
 
-def server_config(args: Namespace, options: ServeOptions) -> VllmConfig:
+def server_config(args: Namespace, options: ServeOptions, reasons: Sequence[str]) -> VllmConfig:
     """Return the engine's configuration, checked; no model is loaded.
 
     Raises:
-        PolicyUsageError: every reason why there can be no such server.
+        PolicyUsageError: every reason why there can be no such server, with those that are known before (``reasons``).
     """
-    reasons = list(process_errors(args))
+    reasons = [*reasons, *process_errors(args)]
     try:
         config = configuration(args, options)
     except PolicyUsageError as error:
@@ -125,7 +123,7 @@ def configuration(args: Namespace, options: ServeOptions) -> VllmConfig:
     Raises:
         PolicyUsageError: every reason why there is none.
     """
-    if args.mm_processor_cache_gb == AsyncEngineArgs.mm_processor_cache_gb:
+    if args.mm_processor_cache_gb is None:
         # Nobody asked for it, and an item that it knows comes without the data that an evicted one needs.
         args.mm_processor_cache_gb = 0
     try:
@@ -224,7 +222,7 @@ class _Server:
             self.frontend.attach(app)
         await init_app_state(engine, app.state, self.args, tasks)
         if self.frontend is not None:
-            self.frontend.start(SessionEngine(engine))
+            self.frontend.start(SessionEngine(engine, self.args.served_model_name or ()))
         return app
 
     async def _stop_sessions(self) -> None:

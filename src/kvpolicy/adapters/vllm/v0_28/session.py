@@ -107,6 +107,8 @@ class Session:
             SessionFailedError: the engine ended the session.
         """
         self._require_ready()
+        # The stream checks every chunk, as others feed streams too, and answers with a refusal that is counted. Checked
+        # here, bad parameters are an error of this call with all its reasons, and the session does not even begin.
         params = self._engine.checked_session_params(sampling_params or self._params)
         prompt = TokensPrompt(prompt_token_ids=await self._tokens(turn))
         self._require_ready()

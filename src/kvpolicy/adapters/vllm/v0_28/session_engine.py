@@ -19,7 +19,7 @@ from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_error
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
 
     from vllm.sampling_params import SamplingParams
 
@@ -36,6 +36,7 @@ _SAMPLING_DEFAULTS: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "m
 class OpenSession:
     """One session. Satisfies ``adapters.http.port.SessionPort``."""
 
+    retention: Mapping[str, Any] | None
     max_blocks: int
     _session: Session
     _engine: SessionEngine
@@ -70,8 +71,11 @@ class OpenSession:
 class SessionEngine:
     """A started engine. Satisfies ``adapters.http.port.EnginePort``."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        """Read the facts off the engine: they do not change."""
+    def __init__(self, engine: AsyncLLM, model_names: Iterable[str] = ()) -> None:
+        """Read the facts off the engine: they do not change.
+
+        ``model_names`` are all of the server: an engine keeps the first.
+        """
         self._engine = engine
         config = engine.vllm_config
         # vLLM adds up the blocks of its data-parallel engines, and each keeps one (the null block) for itself.
@@ -85,7 +89,7 @@ class SessionEngine:
             num_pool_blocks=num_pool_blocks // num_engines,
         )
         self._facts = EngineFacts(
-            model=str(config.model_config.served_model_name),
+            model_names=tuple(dict.fromkeys((str(config.model_config.served_model_name), *model_names))),
             block_size=self._limits.block_size,
             context_limit=self._limits.context_limit,
             trained_range=self._limits.trained_range,
@@ -126,13 +130,13 @@ class SessionEngine:
             reasons += error.reasons
         if reasons:
             raise PolicyUsageError(dict.fromkeys(reasons))
+        in_force = None if budget is None else budget.to_mapping()
         session = self._engine.open_session(
-            system_prompt=system_prompt,
-            retention=None if budget is None else budget.to_mapping(),
-            sampling_params=params,
-            priority=priority,
+            system_prompt=system_prompt, retention=in_force, sampling_params=params, priority=priority
         )
-        return OpenSession(max_blocks=most_blocks(budget, self._limits), session=session, engine=self)
+        return OpenSession(
+            retention=in_force, max_blocks=most_blocks(budget, self._limits), session=session, engine=self
+        )
 
     def _budget(
         self, system_prompt: str | None, retention: Mapping[str, Any] | None, max_tokens: int | None

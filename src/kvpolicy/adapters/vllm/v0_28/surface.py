@@ -87,6 +87,7 @@ SURFACE: tuple[PrivateName, ...] = (
         free="self request",
         truncate_computed_blocks="self blocks num_computed_tokens",
     ),
+    *_attributes("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "blocks"),
     *_attributes("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
     *_attributes(
         "vllm.v1.core.single_type_kv_cache_manager",
