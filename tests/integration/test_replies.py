@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -146,7 +148,13 @@ def test_a_grammar_that_cannot_be_compiled(engine: SteppedEngine, when: str) -> 
     if when == "known at the fold":
         session.send([7] * 20, max_tokens=20)
         engine.step()
-    session.send([8] * 20, structured_outputs=broken)
+        session.send([8] * 20, structured_outputs=broken)
+        (queued,) = session.record.request.streaming_queue
+        while queued.structured_output_request.grammar is None:
+            time.sleep(0.001)
+    else:
+        with compilers_at_rest(engine):
+            session.send([8] * 20, structured_outputs=broken)
     if when == "known at the fold":
         assert len(engine.answer(session.id).token_ids) == 20
         answer = engine.answer(session.id)
@@ -206,6 +214,19 @@ def test_a_grammar_that_rejects_a_token_ends_the_reply_only(
     engine.outputs.clear()
     assert engine.num_free_blocks() == free
     assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+@contextmanager
+def compilers_at_rest(engine: SteppedEngine) -> Iterator[None]:
+    """Keep the threads that compile grammars busy: nothing is known of those that are sent meanwhile."""
+    executor = engine.scheduler.structured_output_manager.executor
+    go_on = threading.Event()
+    for _ in range(executor._max_workers):
+        executor.submit(go_on.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 def reject_after(request: Any, num_accepted: int) -> None:
