@@ -146,7 +146,7 @@ def drive_console(browser: Any, url: str, screenshot: Path) -> None:
     assert all(console.errors())
     assert "no reply" in console.texts(".turn:last-of-type .figures")
     assert len(console.texts(".turn[data-index]")) == 3
-    assert console.find("#refused").text == "1"
+    console.wait(lambda: console.find("#refused").text == "1")
     console.wait_state("open")
 
     screenshot.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.integration.server_process import reserved_port
 from tests.pages import DOCS
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIGURATION = DOCS / "howto" / "nginx-sessions.conf"
+_PATIENCE_S = 60
 _WHOLE = """
 daemon off;
 worker_processes 2;
@@ -45,14 +47,6 @@ def require_nginx() -> str:
     return command
 
 
-def free_port() -> int:
-    """Return a loopback port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def configured(router: int, servers: Sequence[int]) -> str:
     """Return the how-to's configuration with other ports, and with as many servers as there are."""
     lines = []
@@ -67,8 +61,13 @@ def configured(router: int, servers: Sequence[int]) -> str:
 @contextlib.contextmanager
 def routing(folder: Path, servers: Sequence[int]) -> Iterator[str]:
     """Yield the address of a router in front of these ports; end it afterwards."""
-    command, port = require_nginx(), free_port()
+    command = require_nginx()
     folder.mkdir()
+    with reserved_port() as port:
+        yield from _routing(command, port, folder, servers)
+
+
+def _routing(command: str, port: int, folder: Path, servers: Sequence[int]) -> Iterator[str]:
     (folder / "sessions.conf").write_text(configured(port, servers), encoding="utf-8")
     # A root's workers would be somebody else, who cannot come into the folder.
     user = "user root;" if os.geteuid() == 0 else ""
@@ -80,11 +79,11 @@ def routing(folder: Path, servers: Sequence[int]) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(_PATIENCE_S)
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
         assert process.poll() is None, log.read_text(encoding="utf-8")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

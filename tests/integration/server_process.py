@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_START_S, _END_S, _POLL_S = 120, 40, 0.1
+# Nothing takes this long; it ends what hangs, also on a machine that is slow or stands still for a while.
+_START_S, _END_S, _POLL_S = 300, 120, 0.1
 # For random weights and short contexts.
 TINY_ENGINE = (
     "--dtype float32 --max-model-len 512 --max-num-batched-tokens 512 --block-size 16 --max-num-seqs 8 "
@@ -57,6 +58,21 @@ class ServerProcess:
                     found.append(child)
         return found
 
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop the engine meanwhile: what the server asks of it stays unanswered, however slow a test is."""
+        engines = self.engines()
+        assert engines, "no engine: " + self.text()
+        for engine in engines:
+            engine.suspend()
+        try:
+            yield
+        finally:
+            for engine in engines:
+                # A test may have ended it.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    engine.resume()
+
     def wait_until_up(self) -> None:
         """Wait until it answers."""
         deadline = time.monotonic() + _START_S
@@ -72,7 +88,7 @@ class ServerProcess:
     def wait_until_gone(self) -> int:
         """Wait for its end; return the exit status. Neither the process nor any under it is left then."""
         status = self.process.wait(_END_S)
-        _, alive = psutil.wait_procs(self._seen, timeout=10)
+        _, alive = psutil.wait_procs(self._seen, timeout=_END_S)
         assert not alive, f"left behind: {alive}\n{self.text()}"
         return status
 
@@ -92,6 +108,20 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a loopback port at which nobody listens, kept for whoever binds it by its number.
+
+    The socket that keeps it is bound and does not listen. So the port is given to nobody else, neither to a server that
+    takes any nor to a client's end of a connection; connections to it are refused; and a server, which sets
+    SO_REUSEADDR as this one does, can bind it.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
+
+
+@contextlib.contextmanager
 def running(log: Path, model: Path, *flags: str, engine: str = TINY_ENGINE) -> Iterator[ServerProcess]:
     """Yield a server that answers; end it afterwards if it still runs."""
     with starting(log, model, *flags, engine=engine) as server:
@@ -102,17 +132,15 @@ def running(log: Path, model: Path, *flags: str, engine: str = TINY_ENGINE) -> I
 @contextlib.contextmanager
 def starting(log: Path, model: Path, *flags: str, engine: str = TINY_ENGINE) -> Iterator[ServerProcess]:
     """Yield such a server as soon as there is a process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [*COMMAND, "serve", str(model), *engine.split(), "--host", "127.0.0.1", "--port", str(port), *flags]
-    with log.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - ours
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-        )
-    server = ServerProcess(process, port, log)
-    try:
-        yield server
-    finally:
-        if process.poll() is None:
-            server.kill()
+    with reserved_port() as port:
+        command = [*COMMAND, "serve", str(model), *engine.split(), "--host", "127.0.0.1", "--port", str(port), *flags]
+        with log.open("wb") as file:
+            process = subprocess.Popen(  # noqa: S603 - ours
+                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+            )
+        server = ServerProcess(process, port, log)
+        try:
+            yield server
+        finally:
+            if process.poll() is None:
+                server.kill()

@@ -17,7 +17,7 @@ KINDS = ("stock", "limit", "randkv-head")
 
 def bench(*arguments: str) -> str:
     command = [sys.executable, "-c", "import kvpolicy.cli; kvpolicy.cli.main()", "bench", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)  # noqa: S603 - ours
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=540)  # noqa: S603 - ours
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

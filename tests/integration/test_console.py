@@ -81,6 +81,11 @@ def _size(segments: list[SegmentView]) -> int:
     return sum(segment.num_tokens for segment in segments)
 
 
+def happen(event: asyncio.Event) -> None:
+    """Set an event for which something waits in the server's loop."""
+    event._loop.call_soon_threadsafe(event.set)  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as started:
@@ -97,12 +102,21 @@ def test_a_session_from_its_opening_to_its_end(browser: Any) -> None:
 
 
 def test_playing_shows_an_eviction(browser: Any) -> None:
-    with loopback(WindowedEngine()) as url:
+    engine = WindowedEngine()
+    first = engine.hold_pushes = asyncio.Event()
+    with loopback(engine) as url:
         console = Console(browser, url)
         console.fill(content_segments=2)
         console.find("#play").click()
-        console.wait(lambda: len(console.texts(".turn[data-index]")) == 1)
+        console.wait(lambda: engine.waiting)
+        # Only the second turn is held back now, so that the first can be looked at for as long as it takes.
+        second = engine.hold_pushes = asyncio.Event()
+        happen(first)
+        console.wait(lambda: len(console.texts(".turn")) == 2 and engine.waiting)
+        assert len(console.texts(".turn[data-index]")) == 1
         assert console.gone() == 0
+        engine.hold_pushes = None
+        happen(second)
         console.wait(lambda: len(console.texts(".turn[data-index]")) >= 6)
         console.find("#play").click()
         console.wait_state("open")

@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.engine import SteppedEngine, SteppedSession
-from tests.integration.live import engine_options, exact, ordinary
+from tests.integration.live import PATIENCE_S, engine_options, exact, ordinary
 from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def expected(tiny_model: Path) -> list[tuple[int, ...]]:
 
 @EVERY_ENGINE
 def test_a_session_stays_on_its_engine(engine: Any, runner: asyncio.Runner, expected: list[tuple[int, ...]]) -> None:
-    said = runner.run(asyncio.wait_for(say(engine, "alone", random_chunks(3, 10, 18, 24)), 60))
+    said = runner.run(asyncio.wait_for(say(engine, "alone", random_chunks(3, 10, 18, 24)), PATIENCE_S))
     assert said == expected
 
 
@@ -97,7 +97,7 @@ def test_the_load_counters_return_to_nothing(engine: Any, runner: asyncio.Runner
                 await asyncio.sleep(0.001)
 
         watcher = asyncio.create_task(watch())
-        await asyncio.wait_for(say(engine, "counted", random_chunks(3, 10, 18, 24)), 60)
+        await asyncio.wait_for(say(engine, "counted", random_chunks(3, 10, 18, 24)), PATIENCE_S)
         watcher.cancel()
         assert max(counted) <= 2  # one message more while it is being sent
         assert sum(engine.engine_core.engine_inflight.values()) == 0
@@ -109,6 +109,10 @@ def test_the_load_counters_return_to_nothing(engine: Any, runner: asyncio.Runner
 @OURS
 def test_sessions_spread_over_the_engines(engine: AsyncLLM, runner: asyncio.Runner) -> None:
     async def use() -> None:
+        # What the engines had to do before counts, until the coordinator has said that it is done.
+        async with asyncio.timeout(PATIENCE_S):
+            while any(waiting + running for waiting, running, _ in engine.engine_core.lb_engines):
+                await asyncio.sleep(0.01)
         sessions = [engine.open_session(retention=WINDOW, sampling_params=exact(5)) for _ in range(4)]
         chunks = random_chunks(4, 25, 18, 24)
         said = [await asyncio.gather(*(session.push(chunk) for session in sessions)) for chunk in chunks]
@@ -131,8 +135,9 @@ def test_sessions_spread_over_the_engines(engine: AsyncLLM, runner: asyncio.Runn
         await refused.close()
         for i in range(4):
             assert len(await ordinary(engine, [5 + i] * 20)) == 4
-        await asyncio.sleep(0.3)
-        assert not engine.engine_core.reqs_in_flight
+        async with asyncio.timeout(PATIENCE_S):
+            while engine.engine_core.reqs_in_flight:
+                await asyncio.sleep(0.01)
         assert sum(engine.engine_core.engine_inflight.values()) == 0
 
     runner.run(use())

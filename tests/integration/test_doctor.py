@@ -42,7 +42,7 @@ def test_the_command_says_what_works(tiny_model: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "COLUMNS": "150"},
     )
     # Sessions would not work, but it is the policy that was asked for.

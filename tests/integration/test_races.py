@@ -116,8 +116,11 @@ def test_every_end_in_every_state_many_times(world: World, runner: asyncio.Runne
 
 async def run_trials(world: World, how: str, state: str, num_trials: int) -> None:
     assert world.failed is None, f"what trial {world.failed} has left behind is still there"
-    seen = []
-    for i in range(num_trials):
+    seen: list[str | None] = []
+    # Which moment a trial meets is a matter of luck: a few more where none of so many has met the right one.
+    for i in range(10 * num_trials):
+        if i >= num_trials and EXPECTED[state] & set(seen):
+            break
         seed = f"{SEED}/{how}/{state}/{i}"
         try:
             async with asyncio.timeout(3 * PATIENCE_S):
@@ -127,7 +130,7 @@ async def run_trials(world: World, how: str, state: str, num_trials: int) -> Non
             error.add_note(f"seed {seed} (KVPOLICY_RACE_SEED={SEED})")
             raise
         world.num_trials += 1
-    print(f"{how} / {state}: {num_trials} trials, met {dict(Counter(seen))}")
+    print(f"{how} / {state}: {len(seen)} trials, met {dict(Counter(seen))}")
     assert EXPECTED[state] & set(seen), f"no trial met the state it was made for: {seen}"
 
 

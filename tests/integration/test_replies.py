@@ -151,6 +151,9 @@ def test_a_grammar_known_not_to_compile_costs_its_chunk(session: SteppedSession)
     session.send([7] * 20, max_tokens=20)
     session.engine.step()
     session.send([8] * 20, structured_outputs=choice("("))
+    (queued,) = session.record.request.streaming_queue
+    while queued.structured_output_request.grammar is None:
+        time.sleep(0.001)
     assert len(session.engine.answer(session.id).token_ids) == 20
     answer = session.engine.answer(session.id)
     assert (answer.finish_reason, answer.stop_reason) == ("length", "kvpolicy:unsupported_parameters")

@@ -16,8 +16,8 @@ import pytest
 
 from kvpolicy.client import Session, SessionClient, SessionConnectionError
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
-from tests.integration.router import free_port, require_nginx, routing
-from tests.integration.server_process import ServerProcess, starting
+from tests.integration.router import require_nginx, routing
+from tests.integration.server_process import ServerProcess, reserved_port, starting
 from tests.pages import DOCS, blocks
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ SESSIONS = "/v1/streaming/sessions"
 NUM_SESSIONS, NUM_TURNS = 12, 10
 # Later flags win over those of every such server: there is room for all sessions on one of them, and for the budget
 # of who names none.
+# A reply takes seconds, so that it is still being made when its first piece has come, however slow the test is.
+LONG_REPLY = 1600
+# Nothing may take longer than this.
+PATIENCE_S = 60
 FLAGS = ["--enable-streaming", "--max-num-seqs", "40", "--num-gpu-blocks-override", "900", "--max-model-len", "2048"]
 
 
@@ -69,14 +73,14 @@ def asked(router: httpx.Client, key: str, path: str = SESSIONS) -> httpx.Respons
 
 @contextlib.contextmanager
 def router_before(folder: Path, ports: list[int]) -> Iterator[httpx.Client]:
-    with routing(folder, ports) as address, httpx.Client(base_url=address, timeout=10) as client:
+    with routing(folder, ports) as address, httpx.Client(base_url=address, timeout=PATIENCE_S) as client:
         yield client
 
 
 def test_a_key_leads_to_one_server_and_a_new_server_takes_its_share_only(tmp_path: Path) -> None:
     keys = [f"key-{i}" for i in range(300)]
-    ports = [free_port() for _ in range(3)]
     with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(3)]
         for port in ports:
             stack.enter_context(listening(port))
         two = stack.enter_context(router_before(tmp_path / "two", ports[:2]))
@@ -93,9 +97,13 @@ def test_a_key_leads_to_one_server_and_a_new_server_takes_its_share_only(tmp_pat
 
 
 def test_nothing_goes_to_another_server_when_one_is_gone(tmp_path: Path) -> None:
-    gone, alive = free_port(), free_port()
     keys = [f"key-{i}" for i in range(40)]
-    with listening(alive) as server, router_before(tmp_path / "router", [gone, alive]) as router:
+    with (
+        reserved_port() as gone,
+        reserved_port() as alive,
+        listening(alive) as server,
+        router_before(tmp_path / "router", [gone, alive]) as router,
+    ):
         # Twice: what has failed before is asked again all the same.
         first, second = ([asked(router, key) for key in keys] for _ in range(2))
         assert [answer.status_code for answer in first] == [answer.status_code for answer in second]
@@ -115,7 +123,11 @@ def test_nothing_goes_to_another_server_when_one_is_gone(tmp_path: Path) -> None
 
 
 def test_the_router_says_what_it_does_not_pass_on(tmp_path: Path) -> None:
-    with listening(free_port()) as server, router_before(tmp_path / "router", [server.server_port]) as router:
+    with (
+        reserved_port() as port,
+        listening(port) as server,
+        router_before(tmp_path / "router", [port]) as router,
+    ):
         without_key = router.post(SESSIONS)
         too_large = router.post(SESSIONS, headers={"X-Session-ID": "key"}, content=b"x" * 8_388_609)
         answers = [(answer.status_code, answer.json()["error"]["code"]) for answer in (without_key, too_large)]
@@ -155,11 +167,15 @@ def sessions(client: SessionClient, servers: list[ServerProcess]) -> list[list[S
     return held
 
 
-def opened(client: SessionClient, max_tokens: int = 4) -> Session:
+def opened(client: SessionClient) -> Session:
     return client.open(
         retention={"total_tokens": 256, "min_total_tokens": 64},
-        sampling={"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True},
+        sampling={"max_tokens": 4, "temperature": 0.0, "ignore_eos": True},
     )
+
+
+def opened_for_a_long_reply(client: SessionClient) -> Session:
+    return client.open(retention=None, sampling={"max_tokens": LONG_REPLY, "temperature": 0.0, "ignore_eos": True})
 
 
 def server_of(session: Session, servers: list[ServerProcess]) -> ServerProcess:
@@ -170,7 +186,7 @@ def server_of(session: Session, servers: list[ServerProcess]) -> ServerProcess:
 
 def state(session: Session, server: ServerProcess) -> str | None:
     """Return the state of a session as a server says it, asked directly; None: it does not know it."""
-    answer = httpx.get(f"{server.url}{SESSIONS}/{session.id}")
+    answer = httpx.get(f"{server.url}{SESSIONS}/{session.id}", timeout=PATIENCE_S)
     if answer.status_code == httpx.codes.NOT_FOUND:
         return None
     return str(answer.raise_for_status().json()["state"])
@@ -178,7 +194,7 @@ def state(session: Session, server: ServerProcess) -> str | None:
 
 def num_chunks(server: ServerProcess) -> int:
     """Return how many chunks a server has answered."""
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
     found = re.search(r"^kvpolicy:session_chunks_total\{.*\} (\S+)$", metrics, re.MULTILINE)
     return 0 if found is None else int(float(found[1]))
 
@@ -196,29 +212,29 @@ def test_the_commands_of_the_page_run(client: SessionClient) -> None:
     here = commands.replace("http://127.0.0.1:8080", str(client._line.http.base_url).rstrip("/"))
     assert here != commands
     command = ["/bin/sh", "-ec", here]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)  # noqa: S603 - our own text
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)  # noqa: S603 - our own text
     assert '"frame_index":0' in done.stdout
     assert '"closed":true' in done.stdout
 
 
 def test_pieces_of_a_reply_come_while_it_is_made(client: SessionClient, servers: list[ServerProcess]) -> None:
-    with opened(client, 180) as session:
+    with opened_for_a_long_reply(client) as session:
         server = server_of(session, servers)
         pieces = session.stream("tell me more")
         next(pieces)
         assert state(session, server) == "pending"
         assert sum(1 for _ in pieces) > 20
         assert session.last_reply is not None
-        assert session.last_reply.reply_tokens == 180
+        assert session.last_reply.reply_tokens == LONG_REPLY
 
 
 def test_who_leaves_the_router_leaves_the_server(client: SessionClient, servers: list[ServerProcess]) -> None:
-    session = opened(client, 180)
+    session = opened_for_a_long_reply(client)
     server = server_of(session, servers)
     pieces = session.stream("tell me more")
     next(pieces)
     pieces.close()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + PATIENCE_S
     while state(session, server) == "pending":
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -239,16 +255,17 @@ def test_the_death_of_a_server_costs_its_own_sessions_only(
     doomed, alive = servers
     waiting, listening_in = (opened_on(doomed, client, servers) for _ in range(2))
     pieces = listening_in.stream("tell me more")
-    with ThreadPoolExecutor() as threads:
+    next(pieces)
+    # Its engine makes nothing more, so that both replies are under way when it dies.
+    with ThreadPoolExecutor() as threads, doomed.standing_still():
         pending = threads.submit(waiting.push, "tell me more")
-        next(pieces)
         while state(waiting, doomed) != "pending":
             assert not pending.done()
         killed_s = time.monotonic()
         doomed.kill()
         # Who waits is told at once, and so is who listens: half a reply is no reply.
         with pytest.raises(SessionFailedError, match="does not answer"):
-            pending.result(10)
+            pending.result(PATIENCE_S)
         with pytest.raises(SessionConnectionError):
             list(pieces)
     for session in (*sessions[0], waiting, listening_in):
@@ -257,7 +274,7 @@ def test_the_death_of_a_server_costs_its_own_sessions_only(
         assert failed.value.code == "server_unreachable"
     told_s = time.monotonic() - killed_s
     print(f"all told {told_s:.2f} s after the death")
-    assert told_s < 5
+    assert told_s < PATIENCE_S  # before any time-out of the router's or the clients'
     for turn in range(NUM_TURNS, NUM_TURNS + 3):
         assert {session.push("go on").frame_index for session in sessions[1]} == {turn}
     new = [opened(client) for _ in range(8)]
@@ -272,7 +289,7 @@ def test_the_death_of_a_server_costs_its_own_sessions_only(
 def opened_on(server: ServerProcess, client: SessionClient, servers: list[ServerProcess]) -> Session:
     """Return a session of long replies on one of the servers."""
     while True:
-        session = opened(client, 180)
+        session = opened_for_a_long_reply(client)
         if server_of(session, servers) is server:
             return session
         session.close()

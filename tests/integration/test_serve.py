@@ -71,7 +71,7 @@ def test_a_server_with_sessions_is_vllms_own_with_more_routes(streaming: ServerP
 
 def test_the_api_key_covers_the_session_routes(streaming: ServerProcess) -> None:
     for path in ("/v1/models", ROUTES + "sessions"):
-        assert httpx.post(streaming.url + path).status_code == httpx.codes.UNAUTHORIZED
+        assert httpx.post(streaming.url + path, timeout=60).status_code == httpx.codes.UNAUTHORIZED
 
 
 def opened(http: httpx.Client, max_tokens: int = 24) -> str:
@@ -94,11 +94,13 @@ def ended_push(server: ServerProcess, end: Callable[[], None]) -> httpx.Response
     with client(server) as http, ThreadPoolExecutor() as threads:
         session = opened(http, 180)
         assert pushed(http, session, "hello").status_code == httpx.codes.OK
-        push = threads.submit(pushed, http, session, "hello again")
-        while http.get(f"{ROUTES}sessions/{session}").json()["state"] != "pending":
-            assert not push.done(), push.result().text
-        end()
-        return push.result(20)
+        # Without an engine that goes on, no reply can come before the end does.
+        with server.standing_still():
+            push = threads.submit(pushed, http, session, "hello again")
+            while http.get(f"{ROUTES}sessions/{session}").json()["state"] != "pending":
+                assert not push.done(), push.result().text
+            end()
+            return push.result(60)
 
 
 def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerProcess, tiny_model: Path) -> None:
@@ -126,7 +128,7 @@ def test_without_flags_of_ours_it_is_the_stock_server(tiny_model: Path, tmp_path
         assert completion(server, tiny_model)["usage"]["completion_tokens"] == 5
         assert not [path for path in paths(server) if "streaming" in path]
         for path in (ROUTES + "sessions", ROUTES + "config", "/streaming/console"):
-            assert httpx.get(server.url + path).status_code == httpx.codes.NOT_FOUND
+            assert httpx.get(server.url + path, timeout=60).status_code == httpx.codes.NOT_FOUND
         assert "kvpolicy.adapters" not in server.text()
         server.process.send_signal(signal.SIGTERM)
         server.wait_until_gone()
@@ -172,7 +174,7 @@ def test_the_server_ends_with_an_error_when_its_engine_has_died(policy: ServerPr
     started_s = time.monotonic()
     engine.kill()
     assert policy.wait_until_gone() == 1, policy.text()
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 60
 
 
 def test_a_signal_ends_a_server_that_is_still_starting(tiny_model: Path, tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_user_error_shows_all_reasons_and_loads_nothing(tiny_model: Path) -> N
     flags = "--api-server-count 2 --max-num-seqs 1 --kv-cache-policy nonsense --enable-streaming --max-model-len 512"
     command = [*COMMAND, "serve", str(tiny_model), *flags.split()]
     done = subprocess.run(  # noqa: S603 - ours
-        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ}
+        command, capture_output=True, text=True, check=False, timeout=300, env={**os.environ}
     )
     assert done.returncode == 2, done.stdout + done.stderr
     for what in ("--api-server-count 2", "--max-num-seqs 1", "nonsense"):

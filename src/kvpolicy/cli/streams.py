@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -16,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from attrs import asdict, define, field
 
+from kvpolicy.cli.child_lines import ChildLines
 from kvpolicy.cli.models import offline_environment
 from kvpolicy.cli.rows import ChunkRow, EngineKind, Outcome, Run, RunEnd, StreamSettings
 from kvpolicy.cli.summary import find_reason
@@ -32,7 +31,6 @@ START_LIMIT_S = 600.0
 CHUNK_LIMIT_S = 90.0
 # How long a child may take to put its engine away after its last message.
 _GOODBYE_S = 10.0
-_POLL_S = 0.2
 
 
 class Listener(Protocol):
@@ -143,25 +141,10 @@ class _Record:
             self.end = RunEnd(outcome=Outcome(message["outcome"]), error=message.get("error", ""))
 
 
-@define
-class _Child:
-    """A running child and the lines that it has written, ready to be taken."""
-
-    process: subprocess.Popen[str]
-    lines: queue.Queue[str] = field(factory=queue.Queue)
-
-    def read(self) -> None:
-        """Take lines until nobody can write any more."""
-        assert self.process.stdout is not None  # noqa: S101 - a pipe was asked for
-        with self.process.stdout as stdout:
-            for line in stdout:
-                self.lines.put(line)
-
-
 @contextmanager
 def _child(
     command: Sequence[str], job: Mapping[str, Any], environment: Mapping[str, str], log_file: IO[str]
-) -> Iterator[_Child]:
+) -> Iterator[ChildLines]:
     """Start a child with its job; at the end nothing of it is left, its engine processes included."""
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, *command, str(os.getpid())],
@@ -173,9 +156,7 @@ def _child(
         # A group of its own: it can be ended as a whole.
         start_new_session=True,
     )
-    child = _Child(process)
-    reader = threading.Thread(target=child.read, daemon=True)
-    reader.start()
+    child = ChildLines(process)
     try:
         _hand_over(process, job)
         yield child
@@ -187,7 +168,7 @@ def _child(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        reader.join(_GOODBYE_S)
+        child.join(_GOODBYE_S)
 
 
 def _hand_over(process: subprocess.Popen[str], job: Mapping[str, Any]) -> None:
@@ -197,16 +178,15 @@ def _hand_over(process: subprocess.Popen[str], job: Mapping[str, Any]) -> None:
         json.dump(job, stdin)
 
 
-def _messages(child: _Child, record: _Record) -> Iterator[dict[str, Any]]:
+def _messages(child: ChildLines, record: _Record) -> Iterator[dict[str, Any]]:
     """Yield messages until the end, the child's death, or too long a silence (which ends the record)."""
     heard_s = time.monotonic()
     while record.end is None:
-        was_alive = child.process.poll() is None
         try:
-            line = child.lines.get(timeout=_POLL_S)
-        except queue.Empty:
-            if not was_alive:
-                return
+            line = child.next()
+        except EOFError:
+            return
+        if line is None:
             if time.monotonic() - heard_s > record.patience_s:
                 error = f"nothing heard for {record.patience_s:.0f} s"
                 record.end = RunEnd(outcome=Outcome.TIMED_OUT, error=error)
@@ -216,6 +196,6 @@ def _messages(child: _Child, record: _Record) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _end_of_silent(child: _Child) -> RunEnd:
+def _end_of_silent(child: ChildLines) -> RunEnd:
     """Return the end of a child that ended without a word."""
     return RunEnd(outcome=Outcome.DIED, error=f"process ended with status {child.process.returncode}")

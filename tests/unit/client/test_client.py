@@ -41,7 +41,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def client(engine: FakeEngine) -> Iterator[SessionClient]:
-    with loopback(engine, max_sessions=2, reply_deadline_s=5) as address, SessionClient(address) as client:
+    with loopback(engine, max_sessions=2, reply_deadline_s=60) as address, SessionClient(address) as client:
         yield client
 
 
@@ -239,6 +239,7 @@ def test_opening_tries_other_keys_where_the_server_of_one_is_gone() -> None:
 
 
 def test_opening_does_not_try_for_ever_nor_with_a_key_of_its_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.client.exchange._OPENING_S", 600.0)
     transport, keys = _routers_words(63, _unreachable())
     with pytest.raises(SessionFailedError, match="nobody listens"):
         SessionClient("http://test", transport=transport).open()

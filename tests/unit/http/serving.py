@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 SESSIONS = "/v1/streaming/sessions"
 TEXT = {"Content-Type": "text/plain"}
 PNG = {"Content-Type": "image/png"}
-_PATIENCE_S = 10.0
+# Nothing takes this long; it ends what hangs, also on a machine that is slow or stands still for a while.
+PATIENCE_S = 60.0
+# A deadline that what never comes does not meet, and whatever else a test sends does by far.
+SHORT_S = 0.5
 
 
 @define
@@ -118,13 +121,13 @@ def loopback(
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(_PATIENCE_S)
+            thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server does not stop"
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
     """Wait until something holds that another thread brings about."""
-    end_s = time.monotonic() + _PATIENCE_S
+    end_s = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end_s, "it never came to hold"
         time.sleep(0.005)
@@ -132,7 +135,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 async def come_true(holds: Callable[[], bool]) -> None:
     """Let the loop run until something holds."""
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():
             await asyncio.sleep(0.001)
 

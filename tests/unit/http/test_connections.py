@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.fakes.session_engine import FakeEngine
-from tests.unit.http.serving import SESSIONS, TEXT, loopback, wait_until
+from tests.unit.http.serving import PATIENCE_S, SESSIONS, TEXT, loopback, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ def engine() -> FakeEngine:
 def http(engine: FakeEngine, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     with (
         loopback(engine, behind_middleware=request.param) as address,
-        httpx.Client(base_url=address, timeout=10) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as client,
     ):
         yield client
 
@@ -37,7 +37,7 @@ def _open(http: httpx.Client) -> str:
 
 def _send(http: httpx.Client, path: str, body: bytes, *, length: int, query: str = "") -> socket.socket:
     """Send (a part of) a push; return the socket, to be closed by the caller."""
-    connection = socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=10)
+    connection = socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=PATIENCE_S)
     head = (
         f"POST {path}/frame{query} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: {length}\r\n\r\n"
     )
@@ -118,7 +118,7 @@ def test_a_body_that_is_too_long_is_answered_before_it_is_sent(engine: FakeEngin
 
 def test_a_server_that_stops_closes_its_sessions() -> None:
     engine = FakeEngine()
-    with loopback(engine) as address, httpx.Client(base_url=address, timeout=10) as http:
+    with loopback(engine) as address, httpx.Client(base_url=address, timeout=PATIENCE_S) as http:
         _open(http)
         assert engine.live
     assert not engine.live
@@ -129,16 +129,18 @@ def test_a_client_that_disconnects_before_it_knows_its_session_leaves_none(*, be
     engine = FakeEngine()
     with (
         loopback(engine, behind_middleware=behind_middleware, idle_timeout_s=0.3, reaper_period_s=30) as address,
-        httpx.Client(base_url=address, timeout=10) as http,
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
     ):
         path = _open(http)
         http.post(f"{path}/frame", content="hi", headers=TEXT)
         time.sleep(0.4)
         # The next open waits until the engine has let go of the silent session.
         engine.hold_closes = asyncio.Event()
-        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=10) as connection:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=PATIENCE_S) as connection:
             connection.sendall(f"POST {SESSIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
             wait_until(lambda: engine.sessions[0].num_closes == 1)
-        time.sleep(0.1)
+            # It gets an end of the stream for its own one when the server has noticed that.
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
         engine.hold_closes._loop.call_soon_threadsafe(engine.hold_closes.set)  # type: ignore[attr-defined]
         wait_until(lambda: len(engine.sessions) == 2 and not engine.live)

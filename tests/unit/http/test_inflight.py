@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.http.serving import PNG, SESSIONS, TEXT, Served, come_true, error_of, image_bytes, served
+from tests.unit.http.serving import PNG, SESSIONS, SHORT_S, TEXT, Served, come_true, error_of, image_bytes, served
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,7 +53,7 @@ def test_a_body_beyond_what_is_read_at_a_time_is_told_to_try_again() -> None:
 
 def test_what_a_request_has_taken_is_given_back_when_it_fails() -> None:
     async def scenario() -> None:
-        async with served(max_body_bytes=1000, enqueue_deadline_s=0.05) as server:
+        async with served(max_body_bytes=1000, enqueue_deadline_s=SHORT_S) as server:
             path = await server.open()
             for content in (b"\xff", b"x" * 1001, _held_body(asyncio.Event())):
                 answer = await server.http.post(f"{path}/frame", content=content, headers=TEXT)

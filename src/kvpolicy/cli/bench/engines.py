@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from attrs import asdict, define, field
 
 from kvpolicy.cli.bench.steps import RunRow
+from kvpolicy.cli.child_lines import ChildLines
 from kvpolicy.cli.streams import child_environment
 from kvpolicy.cli.summary import find_reason
 
@@ -31,7 +30,6 @@ CHILD = ("-m", "kvpolicy.cli.bench.child")
 START_LIMIT_S = 900.0
 RUN_LIMIT_S = 120.0
 _GOODBYE_S = 10.0
-_POLL_S = 0.2
 
 
 class EngineLostError(Exception):
@@ -45,7 +43,11 @@ class LiveEngine:
     process: subprocess.Popen[str]
     log: Path
     facts: Mapping[str, Any] = field(factory=dict)
-    _lines: queue.Queue[str] = field(factory=queue.Queue)
+    _lines: ChildLines = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Begin to listen."""
+        self._lines = ChildLines(self.process)
 
     def run(self, workload: Workload, progress: Callable[[int], None]) -> RunRow:
         """Run a workload.
@@ -79,25 +81,23 @@ class LiveEngine:
         """
         deadline_s = time.monotonic() + patience_s
         while True:
-            was_alive = self.process.poll() is None
             try:
-                message: dict[str, Any] = json.loads(self._lines.get(timeout=_POLL_S))
-            except queue.Empty:
-                if not was_alive:
-                    raise self._lost(f"process ended with status {self.process.returncode}") from None
+                line = self._lines.next()
+            except EOFError:
+                raise self._lost(f"process ended with status {self.process.returncode}") from None
+            if line is None:
                 if time.monotonic() > deadline_s:
-                    raise self._lost(f"nothing heard for {patience_s:.0f} s") from None
+                    raise self._lost(f"nothing heard for {patience_s:.0f} s")
                 continue
+            message: dict[str, Any] = json.loads(line)
             if message["message"] == "failed":
                 raise self._lost(message["error"])
             return message
 
-    def read(self) -> None:
-        """Take lines until nobody can write any more."""
-        assert self.process.stdout is not None  # noqa: S101 - a pipe was asked for
-        with self.process.stdout as stdout:
-            for line in stdout:
-                self._lines.put(line)
+    def end(self) -> None:
+        """End it; nothing of it is left."""
+        _end(self.process)
+        self._lines.join(_GOODBYE_S)
 
     def _lost(self, what: str) -> EngineLostError:
         reason = find_reason(self.log.read_text(encoding="utf-8", errors="replace"))
@@ -120,15 +120,12 @@ def live_engine(job: Mapping[str, Any], *, log: Path, command: Sequence[str] = C
     environment = child_environment(os.environ, str(job["arguments"]["model"]))
     with log.open("w", encoding="utf-8") as log_file:
         engine = LiveEngine(process=_spawn(command, environment, log_file), log=log)
-        reader = threading.Thread(target=engine.read, daemon=True)
-        reader.start()
         try:
             engine.send(job)
             engine.facts = engine.receive(START_LIMIT_S)["facts"]
             yield engine
         finally:
-            _end(engine.process)
-            reader.join(_GOODBYE_S)
+            engine.end()
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], log_file: IO[str]) -> subprocess.Popen[str]:
