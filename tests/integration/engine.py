@@ -8,6 +8,7 @@ prefill) and lets a test look into the scheduler. The same engine in processes o
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field, frozen
@@ -25,12 +26,15 @@ from kvpolicy.adapters.vllm.v0_28.wire import (
     CompactionTotals,
     RequestKey,
 )
+from kvpolicy.core.states import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 NUM_LOGPROBS = 20
+# Of a stock scheduler.
+NO_SESSIONS = SimpleNamespace(records={})
 
 
 @define
@@ -163,6 +167,31 @@ class SteppedEngine:
         for batch in (batches or {}).values():
             for output in batch.outputs:
                 self.outputs[output.request_id].append(output)
+        for record in getattr(self.scheduler, "sessions", NO_SESSIONS).records.values():
+            self._check(record)
+
+    def _check(self, record: Any) -> None:
+        """What holds of a live session after every step: one queue at most, and accounts that agree while it rests."""
+        request, scheduler = record.request, self.scheduler
+        queues = [name for name in ("waiting", "skipped_waiting", "running") if request in getattr(scheduler, name)]
+        assert len(queues) <= 1, (request.request_id, queues)
+        if not record.is_idle:
+            return
+        block_size, num_held = scheduler.block_size, request.num_computed_tokens
+        num_blocks = len(scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+        is_parked = record.state is SessionState.PARKED
+        assert queues == ([] if is_parked else ["skipped_waiting"])
+        assert request.num_tokens == len(request.all_token_ids) == request.num_prompt_tokens + request.num_output_tokens
+        assert request.num_prompt_tokens == len(request.prompt_token_ids)
+        assert len(request.block_hashes) == request.num_tokens // block_size
+        assert num_blocks == -(-num_held // block_size)
+        if is_parked:
+            assert (num_held, record.ledger.num_tokens) == (0, request.num_tokens)
+        else:
+            # The newest reply is not in the ledger yet, and the token that was sampled last is not computed.
+            assert request.num_prompt_tokens <= num_held + 1
+            assert record.ledger.num_tokens <= num_held
+            assert num_held <= request.num_tokens <= num_held + 1
 
     def run_until(self, condition: Callable[[], bool], *, limit: int = 2000) -> None:
         """Step until the condition holds."""

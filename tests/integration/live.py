@@ -92,6 +92,9 @@ def core_state(worker: Any) -> dict[str, Any]:
         "skipped": [request.request_id for request in scheduler.skipped_waiting],
         "num_idle": scheduler.num_waiting_for_streaming_input,
         "unsent": len(scheduler._answers) + len(scheduler._reports) + len(scheduler._settling),
+        "preempted": [
+            request_id for request_id, record in scheduler.sessions.records.items() if record.request.num_preemptions
+        ],
         "num_blocks": {request_id: len(table) for request_id, table in tables.items()},
         "runner": sorted(worker.model_runner.requests),
     }

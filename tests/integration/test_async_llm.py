@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.core.errors import (
@@ -383,6 +383,33 @@ def test_what_the_engine_would_not_take_in_leaves_the_session_usable(
             with pytest.raises(error):
                 await session.push(chunk, sampling_params=exact(4, **params))
             assert len((await session.push([6] * 20)).token_ids) == 4
+
+    run(use())
+
+
+def test_each_chunk_has_its_own_log_probabilities(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4)) as session:
+            for num_best in (None, 3, None, 1, 0):
+                reply = await session.push([5] * 10, sampling_params=exact(4, logprobs=num_best))
+                expected = [] if num_best is None else list(reply.token_ids)
+                assert len(reply.logprobs) == len(expected)
+                for token, best in zip(expected, reply.logprobs, strict=True):
+                    assert token in best
+                    assert len(best) == max(num_best or 0, 1)  # greedy: the token itself is the best
+
+    run(use())
+
+
+def test_a_reply_that_repeats_itself_ends_no_session(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        repetition = RepetitionDetectionParams(max_pattern_size=1, min_count=4)
+        params = exact(20, logit_bias={9: 100.0}, repetition_detection=repetition)
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4)) as session:
+            reply = await session.push([5] * 10, sampling_params=params)
+            assert (reply.token_ids, reply.finish_reason) == ((9,) * 4, "repetition")
+            assert reply.stop_reason == "repetition_detected"
+            assert len((await session.push([5] * 10)).token_ids) == 4
 
     run(use())
 

@@ -107,6 +107,38 @@ def test_the_load_counters_return_to_nothing(engine: Any, runner: asyncio.Runner
 
 
 @OURS
+def test_a_chunk_that_comes_after_the_end_is_counted_back(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def use() -> None:
+        core = engine.engine_core
+        session = engine.open_session(retention=WINDOW, sampling_params=exact(2))
+        await session.push([5] * 10)
+        ((request_id, identity),) = core.reqs_in_flight.items()
+        await session.close()
+        await nothing_in_flight(engine)
+        late = engine.input_processor.process_inputs(
+            request_id=request_id,
+            prompt=TokensPrompt(prompt_token_ids=[5] * 10),
+            params=exact(2, extra_args={"kvpolicy": {"ordinal": 1, "first": False, "final": False}}),
+            supported_tasks=await engine.get_supported_tasks(),
+            resumable=True,
+            data_parallel_rank=core.core_engines.index(identity),
+        )
+        await core.add_request_async(late)
+        assert core.engine_inflight[identity] == 1
+        await nothing_in_flight(engine)
+
+    runner.run(use())
+
+
+async def nothing_in_flight(engine: AsyncLLM) -> None:
+    """Wait until the load balancer counts nothing any more."""
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.engine_core.reqs_in_flight:
+            await asyncio.sleep(0.01)
+    assert sum(engine.engine_core.engine_inflight.values()) == 0
+
+
+@OURS
 def test_sessions_spread_over_the_engines(engine: AsyncLLM, runner: asyncio.Runner) -> None:
     async def use() -> None:
         # What the engines had to do before counts, until the coordinator has said that it is done.
@@ -135,9 +167,6 @@ def test_sessions_spread_over_the_engines(engine: AsyncLLM, runner: asyncio.Runn
         await refused.close()
         for i in range(4):
             assert len(await ordinary(engine, [5 + i] * 20)) == 4
-        async with asyncio.timeout(PATIENCE_S):
-            while engine.engine_core.reqs_in_flight:
-                await asyncio.sleep(0.01)
-        assert sum(engine.engine_core.engine_inflight.values()) == 0
+        await nothing_in_flight(engine)
 
     runner.run(use())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvpolicy.adapters.vllm.v0_28.wire import ChunkMarker
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession
 from tests.integration.replay import random_chunks
@@ -105,6 +106,30 @@ def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: Stepp
     session.close()
     if has_company:
         other.close()
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["a chunk", "the end"])
+def test_what_comes_after_the_end_opens_nothing(engine: SteppedEngine, *, final: bool) -> None:
+    """It is answered, so that whoever counts what was sent can count it back; a chunk is logged, too."""
+    free = engine.num_free_blocks()
+    session = SteppedSession(engine, "late", retention=WINDOW)
+    session.push([9] * 20)
+    engine.abort("late")
+    engine.run_to_rest()
+    engine.outputs.clear()
+    engine.events.take("late")
+    params = session.params()
+    params.extra_args = ChunkMarker(1, first=False, final=final).to_extra_args(params.extra_args)
+    engine.send("late", [9] * 20, params, resumable=not final)
+    assert "late" not in engine.scheduler.requests
+    assert "late" not in engine.scheduler.sessions.records
+    answer = engine.answer("late")
+    assert (answer.finish_reason, answer.stop_reason) == ("abort", "kvpolicy:session_ended")
+    events = engine.events.take("late")
+    assert [(event.name, event.code) for event in events] == [("chunk.refused", "session_ended")] * (not final)
+    engine.run_to_rest()
+    assert not engine.outputs["late"]
+    assert engine.num_free_blocks() == free
 
 
 def bring_to(engine: SteppedEngine, session: SteppedSession, state: str) -> None:

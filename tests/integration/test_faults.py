@@ -7,12 +7,17 @@ After each test an ordinary request on the same engine still answers. The faults
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Sized
+from contextlib import suppress
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -301,13 +306,15 @@ def test_parameters_of_a_stream_are_checked_like_those_of_a_chunk(engine: Any, r
 
 @OURS
 def test_what_the_caller_gives_is_never_changed(engine: Any, runner: asyncio.Runner) -> None:
-    """Deep down: vLLM's own checks fill in what they find."""
-    words = StructuredOutputsParams(choice=["yes", "no"])
-    params = delta(structured_outputs=words)
-    before = repr(params), repr(words)
-    heard = hear(runner, engine, stream_of(chunk([9] * 5, params), chunk([9] * 5)), params, "unchanged")
-    assert len(heard.replies) == 2
-    assert (repr(params), repr(words)) == before
+    """Deep down: vLLM's own checks fill in what they find, and its sessions grow in the list of their first chunk."""
+    params = delta(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in random_chunks(1, 3, 10, 20)]
+    given = [params, params.structured_outputs, *prompts]
+    before = deepcopy(given)
+    chunks = [StreamingInput(prompt=prompt, sampling_params=params if i else None) for i, prompt in enumerate(prompts)]
+    heard = hear(runner, engine, stream_of(*chunks), params, "unchanged")
+    assert len(heard.replies) == 3
+    assert [repr(value) for value in given] == [repr(value) for value in before]
 
 
 @OURS
@@ -459,19 +466,21 @@ def test_what_ends_a_session_ends_it_at_once(
 
 @only_ours_passes("the first chunk's statistics are those of the whole session")
 def test_the_statistics_are_those_of_the_chunk(engine: Any, runner: asyncio.Runner, figures: Figures) -> None:
-    """One time to the first token per chunk; what was cached before it is what the session held."""
+    """Its prompt, one time to its first token, and what was cached before it: what the session held."""
     before = len(figures.first_token_s)
     cached: list[int] = []
+    chunks = random_chunks(1, 5, 10, 10)
 
     async def use() -> None:
         may_send = asyncio.Semaphore(1)
 
         async def stream() -> AsyncGenerator[StreamingInput, None]:
-            for _ in range(5):
+            for tokens in chunks:
                 await may_send.acquire()
-                yield chunk([9] * 10)
+                yield chunk(tokens)
 
         async for output in engine.generate(stream(), delta(3), "figures"):
+            assert output.prompt_token_ids == chunks[len(cached)]
             if output.outputs[0].finish_reason is not None:
                 cached.append(output.num_cached_tokens)
                 may_send.release()
@@ -513,3 +522,224 @@ def test_an_aborted_session_does_not_come_back(engine: Any, runner: asyncio.Runn
         assert usage == 0.0
 
     runner.run(use())
+
+
+class Told:
+    """What the engine core is told, and when the input has ended, in order."""
+
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.ids: set[str] = set()
+        self.of_the_end = asyncio.Event()
+        self._send, self.abort = engine.engine_core.add_request_async, engine.engine_core.abort_requests_async
+        monkeypatch.setattr(engine.engine_core, "add_request_async", self._record_chunk)
+        monkeypatch.setattr(engine.engine_core, "abort_requests_async", self._record_abort)
+
+    async def _record_chunk(self, request: Any) -> None:
+        self.order.append("chunk")
+        self.ids.add(request.request_id)
+        await self._send(request)
+
+    async def _record_abort(self, request_ids: list[str]) -> None:
+        self.order.append("abort")
+        self.of_the_end.set()
+        await self.abort(request_ids)
+
+    async def stream(self, *, goes_on: bool) -> AsyncGenerator[StreamingInput, None]:
+        """Yield a chunk, and another one as soon as the engine is told of the end, or cancelled if it ``goes_on``."""
+        try:
+            yield chunk([9] * 5)
+            try:
+                await self.of_the_end.wait()
+            except asyncio.CancelledError:
+                if not goes_on:
+                    raise
+            yield chunk([9] * 5)
+        finally:
+            self.order.append("input ended")
+
+
+async def end_after_a_reply(engine: Any, stream: Any, how: str) -> None:
+    """Read one reply, then end the stream."""
+    outputs = engine.generate(stream, delta(2), "ended")
+    async for output in outputs:
+        if output.outputs[0].finish_reason is not None:
+            break
+    if how == "abort":
+        await engine.abort("ended")
+        assert [output.outputs[0].finish_reason async for output in outputs] == ["abort"]
+    elif how == "close":
+        await outputs.aclose()
+    elif how == "cancel":
+        reading = asyncio.create_task(Heard().listen(outputs))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+
+
+@only_ours_passes("the engine is told first; the input ends whenever it likes, and is sent until then")
+@pytest.mark.parametrize("how", ["abort", "close", "cancel", "forget"])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["", "goes on"])
+def test_the_input_ends_before_the_abort(
+    engine: Any, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, how: str, *, goes_on: bool
+) -> None:
+    """The producer cleans up before the engine is told; what it yields after its cancellation is not sent."""
+    told = Told(engine, monkeypatch)
+
+    async def use() -> None:
+        try:
+            async with asyncio.timeout(patience_s(engine)):
+                await end_after_a_reply(engine, told.stream(goes_on=goes_on), how)
+                while not {"abort", "input ended"} <= set(told.order):
+                    gc.collect()
+                    await asyncio.sleep(0.001)
+        finally:
+            await told.abort(list(told.ids))
+
+    runner.run(use())
+    if goes_on:
+        told.order.remove("input ended")  # its chunk was taken and the task has ended: what is left is to be collected
+        assert told.order == ["chunk", "abort"]
+    else:
+        assert told.order == ["chunk", "input ended", "abort"]
+
+
+@only_ours_passes("the engine has not heard of it, so there is nothing to abort: the consumer waits for ever")
+def test_an_abort_before_the_first_chunk(engine: Any, runner: asyncio.Runner) -> None:
+    """It ends a producer that never yields and tells the consumer, who waits."""
+    told: list[str] = []
+    is_waiting = asyncio.Event()
+
+    async def stream() -> AsyncGenerator[StreamingInput, None]:
+        try:
+            is_waiting.set()
+            await asyncio.sleep(600)
+            yield chunk([9] * 5)
+        finally:
+            told.append("input ended")
+
+    async def use() -> Heard:
+        outputs = engine.generate(stream(), delta(), "early")
+        listening = asyncio.create_task(Heard().listen(outputs))
+        await is_waiting.wait()
+        await engine.abort("early")
+        told.append("abort returned")
+        return await asyncio.wait_for(listening, patience_s(engine))
+
+    heard = runner.run(use())
+    assert heard.replies == [([], "abort", None)]
+    assert heard.last.finished
+    assert told == ["input ended", "abort returned"]
+
+
+@OURS
+def test_an_abort_does_not_wait_for_ever(engine: Any, runner: asyncio.Runner) -> None:
+    """A producer that will not be cancelled: the consumer is told, and the rest lets go once the producer ends."""
+    may_end = asyncio.Event()
+
+    async def stubborn() -> AsyncGenerator[StreamingInput, None]:
+        yield chunk([9] * 5)
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await may_end.wait()
+        yield chunk([9] * 5)
+
+    async def use() -> None:
+        heard = Heard()
+        listening = asyncio.create_task(heard.listen(engine.generate(stubborn(), delta(2), "stubborn")))
+        async with asyncio.timeout(PATIENCE_S):
+            while not heard.replies:
+                await asyncio.sleep(0.001)
+            await engine.abort("stubborn")
+            await listening
+            assert not may_end.is_set()
+            assert heard.replies[1:] == [([], "abort", None)]
+            assert len(engine._streams) == 1
+            assert len(await ordinary(engine, [5, 6])) == 4
+            may_end.set()
+            while engine._streams:
+                await asyncio.sleep(0.001)
+
+    runner.run(use())
+
+
+def sizes_of(state: Any) -> dict[str, int]:
+    """Return the length of everything that the front end holds for a session and that has one."""
+    parts = {"state": state, "detokenizer": state.detokenizer, "logprobs": state.logprobs_processor}
+    return {
+        f"{part}.{name}": len(value)
+        for part, holder in parts.items()
+        for name, value in vars(holder).items()
+        if isinstance(value, Sized)
+    }
+
+
+@only_ours_passes("text, token ids and log-probabilities of the whole session are kept")
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_the_front_end_holds_one_chunk(engine: Any, runner: asyncio.Runner, kind: RequestOutputKind) -> None:
+    sizes: list[dict[str, int]] = []
+    may_send = asyncio.Semaphore(1)
+    name = f"size-{kind.name}"
+
+    async def stream() -> AsyncGenerator[StreamingInput, None]:
+        for i in range(30):
+            await may_send.acquire()
+            yield StreamingInput(prompt=f"line {i % 10}")
+        await may_send.acquire()  # so that its state is still there
+
+    async def use() -> None:
+        params = exact(4, output_kind=kind, logprobs=2, extra_args={"streaming_retention": WINDOW})
+        async for output in engine.generate(stream(), params, name):
+            if output.outputs[0].finish_reason is not None:
+                (state,) = (s for key, s in engine.output_processor.request_states.items() if key.startswith(name))
+                sizes.append(sizes_of(state))
+                may_send.release()
+
+    runner.run(asyncio.wait_for(use(), PATIENCE_S))
+    assert len(sizes) == 30
+    first = sizes[0]
+    assert first["state.prompt"] == len("line 0")
+    assert first["state.prompt_token_ids"] > 0
+    assert first["logprobs.logprobs"] == 4
+    for later in sizes:
+        # A reply of four tokens has another text each time.
+        assert all(later[name] <= first[name] + 20 for name in later), (later, first)
+
+
+@only_ours_passes("each output tells what the whole session has said")
+def test_a_cumulative_stream_tells_what_the_chunk_has_so_far(engine: Any, runner: asyncio.Runner) -> None:
+    async def said(kind: RequestOutputKind) -> list[list[tuple[list[int], str, int]]]:
+        """Return the tokens, the text and the number of log-probabilities of each output, by chunk."""
+        may_send = asyncio.Semaphore(1)
+
+        async def stream() -> AsyncGenerator[StreamingInput, None]:
+            for tokens in random_chunks(1, 5, 10, 20):
+                await may_send.acquire()
+                yield chunk(tokens)
+
+        outputs: list[list[tuple[list[int], str, int]]] = [[]]
+        async for output in engine.generate(stream(), exact(6, output_kind=kind, logprobs=1), kind.name):
+            completion = output.outputs[0]
+            outputs[-1].append((list(completion.token_ids), completion.text, len(completion.logprobs)))
+            if completion.finish_reason is not None:
+                outputs.append([])
+                may_send.release()
+        return outputs[:-1]
+
+    kinds = (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE)
+    pieces, so_far = (runner.run(asyncio.wait_for(said(kind), PATIENCE_S)) for kind in kinds)
+    assert len(pieces) == len(so_far) == 5
+    for parts, growing in zip(pieces, so_far, strict=True):
+        tokens = [token for part, _, _ in parts for token in part]
+        text = "".join(part for _, part, _ in parts)
+        assert growing[-1] == (tokens, text, 6)
+        assert all(one == (tokens[: len(one[0])], text[: len(one[1])], len(one[0])) for one in growing)
+
+
+@BOTH
+def test_a_stream_of_final_outputs_only_is_refused(engine: Any, runner: asyncio.Runner) -> None:
+    """By vLLM itself, before anything is sent: in a session no output is the last one."""
+    params = exact(4, output_kind=RequestOutputKind.FINAL_ONLY)
+    with pytest.raises(VLLMValidationError, match="FINAL_ONLY"):
+        hear(runner, engine, stream_of(chunk([9] * 5)), params, "final only")

@@ -7,9 +7,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession
 from tests.integration.replay import random_chunks
@@ -78,6 +80,37 @@ def test_replies_of_one_token(session: SteppedSession, num_tokens: int) -> None:
     for chunk in random_chunks(9, 12, 18, 24):
         assert len(session.push(chunk, max_tokens=num_tokens).token_ids) == num_tokens
         assert held(session)[-len(chunk) - num_tokens + 1 :][: len(chunk)] == tuple(chunk)
+
+
+def test_every_finish_reason_is_a_boundary_or_an_end() -> None:
+    """A reason that a later vLLM adds has to be put on one side."""
+    boundaries = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION}
+    ends = {FinishReason.ABORT, FinishReason.ERROR}
+    assert boundaries | ends == set(FinishReason)
+    assert ends == TERMINAL
+
+
+def test_a_reply_that_repeats_itself(session: SteppedSession) -> None:
+    """Where it is told to, vLLM cuts it off; that is the end of a reply like any other."""
+    repetition = RepetitionDetectionParams(max_pattern_size=1, min_count=4)
+    answer = session.push([7] * 20, max_tokens=20, logit_bias={9: 100.0}, repetition_detection=repetition)
+    assert (answer.token_ids, answer.finish_reason) == ((9,) * 4, "repetition")
+    assert answer.report is not None
+    assert answer.report.code is None
+    assert held(session)[-23:] == (7,) * 20 + (9,) * 3
+
+
+def test_no_list_that_a_worker_holds_is_edited(session: SteppedSession) -> None:
+    """In one process the worker is given the request's own list, not a copy, and keeps it from step to step."""
+    engine, seen = session.engine, []
+    for i, chunk in enumerate(random_chunks(13, 30, 18, 24)):
+        session.push(chunk, on_step=engine.preemption_after(2 if i % 5 == 0 else None))
+        held = engine.runner.requests[session.id].prompt_token_ids
+        assert held[-len(chunk) :] == chunk
+        seen.append((held, list(held)))
+    assert session.record.ledger.num_evictions > 10
+    assert session.record.ledger.num_consolidations > 1
+    assert [now for now, _ in seen] == [then for _, then in seen]
 
 
 def choice(*words: str) -> StructuredOutputsParams:

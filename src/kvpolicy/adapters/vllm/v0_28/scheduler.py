@@ -21,7 +21,7 @@ from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord, gr
 from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
 from kvpolicy.core.budget import SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
-from kvpolicy.core.events import SessionFailed
+from kvpolicy.core.events import ChunkRefused, SessionFailed
 from kvpolicy.core.fold import Refuse
 from kvpolicy.core.ranking import rank_idle_sessions
 from kvpolicy.core.spaces import blocks_for
@@ -103,7 +103,12 @@ class SessionScheduler(CompactionScheduler):
     def _open(self, request: Request, marker: ChunkMarker | None) -> None:
         if marker is not None and (marker.final or not marker.first):
             # On its way when its session ended: it must not come back as a request that nobody can abort.
-            self._answer(request, FinishReason.ABORT, Refuse("session_ended", "this session has already ended"))
+            refusal = Refuse("session_ended", "this session has already ended")
+            if not marker.final:
+                self.sessions.events.emit(
+                    ChunkRefused(request_id=request.request_id, code=refusal.code, message=refusal.message)
+                )
+            self._answer(request, FinishReason.ABORT, refusal)
             return
         if request.request_id in self.requests:
             self._answer(request, FinishReason.ERROR, Refuse("id_in_use", "another request has this id"))
