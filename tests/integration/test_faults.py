@@ -661,7 +661,10 @@ def test_an_abort_does_not_wait_for_ever(engine: Any, runner: asyncio.Runner) ->
             while engine._streams:
                 await asyncio.sleep(0.001)
 
-    runner.run(use())
+    try:
+        runner.run(use())
+    finally:
+        may_end.set()
 
 
 def sizes_of(state: Any) -> dict[str, int]:

@@ -103,13 +103,13 @@ def test_a_reply_that_repeats_itself(session: SteppedSession) -> None:
 def test_no_list_that_a_worker_holds_is_edited(session: SteppedSession) -> None:
     """In one process the worker is given the request's own list, not a copy, and keeps it from step to step."""
     engine, seen = session.engine, []
-    for i, chunk in enumerate(random_chunks(13, 30, 18, 24)):
-        session.push(chunk, on_step=engine.preemption_after(2 if i % 5 == 0 else None))
+    for i, chunk in enumerate(random_chunks(13, 40, 18, 24)):
+        session.push(chunk, on_step=engine.preemption_after(2 if i in {1, 4} else None))
         held = engine.runner.requests[session.id].prompt_token_ids
         assert held[-len(chunk) :] == chunk
         seen.append((held, list(held)))
     assert session.record.ledger.num_evictions > 10
-    assert session.record.ledger.num_consolidations > 1
+    assert session.record.ledger.num_consolidations > 0
     assert [now for now, _ in seen] == [then for _, then in seen]
 
 
