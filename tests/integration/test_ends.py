@@ -123,6 +123,7 @@ def test_what_comes_after_the_end_opens_nothing(engine: SteppedEngine, *, final:
     engine.send("late", [9] * 20, params, resumable=not final)
     assert "late" not in engine.scheduler.requests
     assert "late" not in engine.scheduler.sessions.records
+    engine.run_until(lambda: engine.is_answered("late"), limit=3)
     answer = engine.answer("late")
     assert (answer.finish_reason, answer.stop_reason) == ("abort", "kvpolicy:session_ended")
     events = engine.events.take("late")
