@@ -237,3 +237,16 @@ def test_whatever_one_session_raises_ends_that_session_only(
         assert len(other.push([9] * 20).token_ids) == 4
         other.close()
     assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+@pytest.mark.parametrize(("chunk", "min_tokens", "code"), [(0, 493, "not_admitted"), (1, 469, "context_exhausted")])
+def test_a_shortest_reply_beyond_the_context_is_refused(
+    engine: SteppedEngine, chunk: int, min_tokens: int, code: str
+) -> None:
+    """The stock engine does not look at the context limit before the shortest reply is complete."""
+    session = SteppedSession(engine, "session", retention=None)
+    for _ in range(chunk):
+        session.push([7] * 20)
+    answer = session.push([7] * 20, max_tokens=600, min_tokens=min_tokens)
+    assert (answer.finish_reason, answer.stop_reason) == ("error", f"kvpolicy:{code}")
+    assert len(engine.complete([5, 6]).token_ids) == 4
