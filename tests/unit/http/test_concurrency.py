@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
-from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionFailedError
 from tests.fakes.session_engine import FakeEngine
 from tests.unit.http.serving import PNG, SESSIONS, TEXT, Served, come_true, error_of, image_bytes, served
 
@@ -101,6 +101,41 @@ def test_the_index_of_the_last_answer_gets_it_again() -> None:
                 assert f"expected 2, the next one, got {index}" in error_of(gap)["message"]
             assert server.engine.sessions[0].turns == ["one", "two words"]
             assert first.json()["frame_index"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_while_a_chunk_is_pending_no_answer_is_given_again() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            await server.push(path, "one", frame_index=0)
+            second = await _pending(server, path, "two")
+            again = await server.push(path, "one", frame_index=0)
+            assert (again.status_code, error_of(again)["code"]) == (409, "frame_pending")
+            _go_on(server)
+            assert (await second).json()["frame_index"] == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"json": {"text": "hi", "sampling": {"seed": 1}}}, {"json": {"text": "hi", "sampling": {"seed": 2}}}),
+        ({"content": image_bytes(8, 6), "headers": PNG}, {"content": image_bytes(8, 7), "headers": PNG}),
+        ({"content": image_bytes(), "headers": PNG}, {"files": {"image": image_bytes()}, "data": {"text": "what?"}}),
+    ],
+    ids=["sampling", "image", "text"],
+)
+def test_every_part_of_a_chunk_tells_it_from_another_one(first: dict[str, Any], other: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            url = f"{await server.open()}/frame?frame_index=0"
+            reply = await server.http.post(url, **first)
+            assert (await server.http.post(url, **first)).json() == reply.json()
+            refused = await server.http.post(url, **other)
+            assert (refused.status_code, error_of(refused)["code"]) == (409, "frame_differs")
 
     asyncio.run(scenario())
 
@@ -217,6 +252,26 @@ def test_decoding_that_takes_too_long_is_not_pushed(monkeypatch: pytest.MonkeyPa
     asyncio.run(scenario())
 
 
+def test_reading_and_decoding_have_one_deadline_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slowly(function: Any, *arguments: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return function(*arguments)
+
+    async def slow() -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.3)
+        yield image_bytes()
+
+    async def scenario() -> None:
+        async with served(enqueue_deadline_s=0.5) as server:
+            path = await server.open()
+            monkeypatch.setattr(asyncio, "to_thread", slowly)
+            answer = await server.http.post(f"{path}/frame", content=slow(), headers=PNG)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "enqueue_deadline")
+            assert not server.engine.sessions[0].turns
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("tells_waiters", [True, False])
 def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None:  # noqa: FBT001 - a parameter
     async def scenario() -> None:
@@ -286,11 +341,26 @@ def test_what_the_engine_has_ended_gives_its_place_back_by_itself() -> None:
     asyncio.run(scenario())
 
 
+def test_what_the_engine_has_ended_is_noticed_by_the_next_request() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(2)]
+            for session in server.engine.sessions:
+                session.break_down(SessionFailedError("engine", "gone"))
+            answer = await server.push(paths[0], "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_failed")
+            status = (await server.http.get(paths[1])).json()
+            assert (status["state"], status["reason"]) == ("ended", "the engine ended it")
+
+    asyncio.run(scenario())
+
+
 def test_a_late_release_keeps_the_place_until_it_is_there() -> None:
     async def scenario() -> None:
-        async with served(max_sessions=1, close_deadline_s=0.05) as server:
+        async with served(max_sessions=1, close_deadline_s=0.05, idle_timeout_s=100) as server:
             path = await server.open()
             await server.push(path, "hi")
+            server.clock.now_s += 50
             server.engine.hold_closes = asyncio.Event()
             assert (await server.http.delete(path)).json()["closed"] is False
             assert (await server.http.delete(path)).json()["closed"] is False
@@ -299,9 +369,26 @@ def test_a_late_release_keeps_the_place_until_it_is_there() -> None:
             refused = asyncio.create_task(server.http.post(SESSIONS))
             await asyncio.sleep(0.01)
             server.engine.hold_closes.set()
-            assert (await refused).status_code == 503
+            # It is not silence that this place waits for.
+            assert ((await refused).status_code, (await refused).headers["retry-after"]) == (503, "60")
             assert (await server.http.delete(path)).json()["closed"] is True
             assert (await server.http.post(SESSIONS)).status_code == 201
+
+    asyncio.run(scenario())
+
+
+def test_a_late_release_does_not_bring_back_what_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with served(close_deadline_s=0.01, tombstone_s=60) as server:
+            path = await server.open()
+            await server.push(path, "hi")
+            server.engine.hold_closes = asyncio.Event()
+            await server.http.delete(path)
+            server.clock.now_s += 61
+            assert (await server.http.get(path)).status_code == 404
+            server.engine.hold_closes.set()
+            await come_true(lambda: not server.frontend.registry.holding)
+            assert (await server.http.get(path)).status_code == 404
 
     asyncio.run(scenario())
 
@@ -345,6 +432,52 @@ def test_silent_sessions_are_reaped_before_an_admission_and_remembered_for_a_whi
     asyncio.run(scenario())
 
 
+def test_a_refused_chunk_is_use() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            server.engine.script.append(ChunkRefusedError("full", "it is full"))
+            server.clock.now_s += 90
+            _go_on(server)
+            assert (await first).status_code == 400
+            assert (await server.http.get(path)).json()["idle_s"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_that_begins_to_come_is_use() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100) as server:
+            path = await server.open()
+            server.clock.now_s += 90
+
+            async def body() -> AsyncIterator[bytes]:
+                yield b"h"
+                server.clock.now_s += 90
+                await server.frontend.registry.reap()
+                yield b"i"
+
+            answer = await server.http.post(f"{path}/frame", content=body(), headers=TEXT)
+            assert answer.json()["text"] == "hi "
+
+    asyncio.run(scenario())
+
+
+def test_beyond_a_number_of_dead_sessions_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.adapters.http.registry._MAX_TOMBSTONES", 2)
+
+    async def scenario() -> None:
+        async with served() as server:
+            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(3)]
+            for path in paths:
+                await server.http.delete(path)
+            assert len(server.frontend.registry._tombstones) == 2
+            assert [(await server.http.get(path)).status_code for path in paths] == [404, 200, 200]
+
+    asyncio.run(scenario())
+
+
 def test_the_reaper_runs_by_itself_and_spares_what_is_pending() -> None:
     async def scenario() -> None:
         async with served(idle_timeout_s=100, reaper_period_s=0.02) as server:
@@ -356,6 +489,9 @@ def test_the_reaper_runs_by_itself_and_spares_what_is_pending() -> None:
             assert (await server.http.get(paths[1])).json()["state"] == "ended"
             _go_on(server)
             assert (await first).status_code == 200
+            # Its silence begins now.
+            assert (await server.http.get(paths[0])).json()["idle_s"] == 0
+            assert server.frontend.registry.end_silent() == []
 
     asyncio.run(scenario())
 
@@ -374,6 +510,21 @@ def test_stopping_closes_everything_once() -> None:
             for later in (await server.http.post(SESSIONS), await server.push(path, "hi")):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_shutdown")
         assert engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_stopping_waits_until_the_engine_has_let_go() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            await server.push(await server.open(), "hi")
+            server.engine.hold_closes = asyncio.Event()
+            stopping = asyncio.create_task(server.frontend.stop())
+            await come_true(lambda: server.engine.sessions[0].num_closes == 1)
+            assert not stopping.done()
+            server.engine.hold_closes.set()
+            await stopping
+            assert not server.engine.live
 
     asyncio.run(scenario())
 

@@ -41,6 +41,7 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 {"system_prompt": "Be short.", "retention": body["retention"], "priority": 3}
             ]
             path = f"{SESSIONS}/{body['session_id']}"
+            server.clock.now_s += 2
             pushed = await server.push(path, "one two three")
             assert pushed.status_code == 200
             assert pushed.json() == {
@@ -75,13 +76,17 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 "consolidations": 0,
                 "parks": 0,
                 "segments": [{"kind": "anchor", "tokens": 3}, {"kind": "content", "tokens": 3}],
-                "age_s": 5.0,
+                "age_s": 7.0,
                 "idle_s": 5.0,
             }
             closed = await server.http.delete(path)
             assert closed.json() == {"session_id": body["session_id"], "frames": 1, "closed": True}
             assert (await server.http.delete(path)).json() == closed.json()
             assert server.engine.sessions[0].num_closes == 1
+            # What it has done is remembered for a while; it holds nothing any more.
+            nothing = {"resident_tokens": 0, "blocks": 0, "segments": []}
+            ended = status | nothing | {"state": "ended", "reason": "its client closed it", "idle_s": 5.0}
+            assert (await server.http.get(path)).json() == ended
 
     asyncio.run(scenario())
 
@@ -135,6 +140,18 @@ def test_a_chunk_comes_in_five_forms_under_two_names() -> None:
     asyncio.run(scenario())
 
 
+def test_a_text_beside_an_image_may_be_as_long_as_the_body() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            text = "x" * 2**21
+            pushed = await server.http.post(
+                f"{await server.open()}/frame", files={"image": image_bytes(8, 6)}, data={"text": text}
+            )
+            assert pushed.json()["text"] == f"8x6 {text} "
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("ask", ["query", "body"])
 def test_a_streamed_reply_is_pieces_and_then_the_whole(ask: str) -> None:
     async def scenario() -> None:
@@ -145,6 +162,8 @@ def test_a_streamed_reply_is_pieces_and_then_the_whole(ask: str) -> None:
             else:
                 answer = await server.http.post(f"{path}/frame", json={"text": "one two", "stream": True})
             assert answer.headers["content-type"].startswith("text/event-stream")
+            # Nothing on the way may keep it, or hold it back.
+            assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-store", "no")
             events = answer.text.split("\n\n")
             assert events[:2] == ['data: {"text": "one "}', 'data: {"text": "two "}']
             head, _, data = events[2].partition("\n")
@@ -180,7 +199,17 @@ def test_the_routing_key_is_echoed_on_every_route_and_on_errors() -> None:
 
 def test_the_config_names_defaults_limits_and_the_engine() -> None:
     async def scenario() -> None:
-        async with served(max_sessions=3) as server:
+        limits = {
+            "max_sessions": 3,
+            "max_body_bytes": 1000,
+            "max_frame_pixels": 2000,
+            "enqueue_deadline_s": 1,
+            "reply_deadline_s": 2,
+            "close_deadline_s": 3,
+            "idle_timeout_s": 4,
+            "tombstone_s": 5,
+        }
+        async with served(**limits) as server:
             body = (await server.http.get("/v1/streaming/config")).json()
             assert body["model"] == "fake-model"
             assert body["engine"] == {
@@ -189,14 +218,21 @@ def test_the_config_names_defaults_limits_and_the_engine() -> None:
                 "block_size": 16,
                 "num_pool_blocks": 1000,
             }
-            assert body["limits"]["max_sessions"] == 3
-            assert body["limits"]["max_body_bytes"] == 8 * 1024 * 1024
+            assert body["limits"] == limits | {"max_inflight_bytes": 16_000}
             assert body["sampling"]["max_tokens"] == 24
             assert body["retention"]["content_segments"] == 30
             page = await server.http.get("/v1/streaming/console")
             assert page.headers["content-type"].startswith("text/html")
             # Nothing lists the sessions.
             assert (await server.http.get(SESSIONS)).status_code == 405
+
+    asyncio.run(scenario())
+
+
+def test_no_setting_allows_more_sessions_than_the_engine_takes() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=99) as server:
+            assert (await server.http.get("/v1/streaming/config")).json()["limits"]["max_sessions"] == 8
 
     asyncio.run(scenario())
 
