@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvpolicy.adapters.http.bodies import Frame
+from kvpolicy.adapters.http.endings import EndReason
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionFailedError
-from tests.fakes.session_engine import FakeEngine
+from tests.fakes.session_engine import FakeEngine, FakeSession
 from tests.unit.http.serving import PNG, SESSIONS, TEXT, Served, come_true, error_of, image_bytes, served
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     import httpx
+
+    from kvpolicy.adapters.http.served import ServedSession
+    from kvpolicy.core.replies import Reply
 
 
 async def _pending(server: Served, path: str, text: str = "first chunk") -> asyncio.Task[httpx.Response]:
@@ -83,12 +89,44 @@ def test_the_index_of_the_pending_chunk_waits_for_the_same_reply() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_that_is_cancelled_takes_the_reply_from_no_other() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            again = asyncio.create_task(server.push(path, "first chunk", frame_index=0))
+            await asyncio.sleep(0.01)
+            again.cancel()
+            await asyncio.wait({again})
+            _go_on(server)
+            assert (await first).json()["text"] == "first chunk "
+
+    asyncio.run(scenario())
+
+
+def test_an_error_that_nobody_waits_for_is_no_fault_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            await server.open()
+            [session] = server.frontend.registry.holding
+            server.engine.hold_pushes = asyncio.Event()
+            session.submit(Frame(text="hi"), deadline_s=asyncio.get_running_loop().time() + 10).leave()
+            await come_true(lambda: not server.engine.live)
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 def test_the_index_of_the_last_answer_gets_it_again() -> None:
     async def scenario() -> None:
         async with served() as server:
             path = await server.open()
             first = await server.push(path, "one", frame_index=0)
             second = await server.push(path, "two words", frame_index=1)
+            assert (await server.push(path, "two words", frame_index=1)).json() == second.json()
+            server.engine.script.append(ChunkRefusedError("full", "it is full"))
+            assert (await server.push(path, "refused", frame_index=2)).status_code == 400
             assert (await server.push(path, "two words", frame_index=1)).json() == second.json()
             streamed = await server.push(path, "two words", frame_index=1, stream=True)
             assert streamed.text.count("data: ") == 3
@@ -178,10 +216,13 @@ def test_a_stream_that_has_not_begun_has_the_status_of_its_error() -> None:
         async with served() as server:
             path = await server.open()
             first = await _pending(server, path)
-            streamed = asyncio.create_task(server.push(path, "first chunk", frame_index=0, stream=True))
+            request = server.http.post(
+                f"{path}/frame?frame_index=0&stream=1", content="first chunk", headers={**TEXT, "X-Session-ID": "k"}
+            )
+            streamed = asyncio.create_task(request)
             await asyncio.sleep(0.01)
             await server.http.delete(path)
-            assert (await streamed).status_code == 409
+            assert ((await streamed).status_code, (await streamed).headers["x-session-id"]) == (409, "k")
             assert error_of(await streamed)["code"] == "ended_client"
             assert (await first).status_code == 409
 
@@ -389,6 +430,64 @@ def test_a_late_release_does_not_bring_back_what_is_forgotten() -> None:
             server.engine.hold_closes.set()
             await come_true(lambda: not server.frontend.registry.holding)
             assert (await server.http.get(path)).status_code == 404
+
+    asyncio.run(scenario())
+
+
+def _at_its_reply(engine: FakeEngine, happens: Callable[[FakeSession], None]) -> None:
+    """Let something happen in the very moment of each reply."""
+
+    class Session(FakeSession):
+        def _count(self, text: str, num_tokens: int) -> Reply:
+            happens(self)
+            return super()._count(text, num_tokens)
+
+    engine.session_class = Session
+
+
+def test_a_session_that_ends_with_its_reply_is_noticed_at_once() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            _at_its_reply(server.engine, lambda session: session.break_down(SessionFailedError("full", "it is full")))
+            path = await server.open()
+            assert (await server.push(path, "hi")).status_code == 200
+            assert all(session.ending is not None for session in server.frontend.registry.holding)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [None, ChunkRefusedError("full", "it is full"), RuntimeError("a fault")])
+def test_what_comes_of_a_chunk_in_the_moment_of_the_end_does_not_count(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+
+            def close(_: FakeSession) -> None:
+                [session] = server.frontend.registry.holding
+                session.end(EndReason.CLIENT, "its client closed it")
+                ended.append(session)
+                if error is not None:
+                    raise error
+
+            ended: list[ServedSession] = []
+            _at_its_reply(server.engine, close)
+            answer = await server.push(await server.open(), "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_client")
+            [status] = [session.status() for session in ended]
+            assert (status.frames, status.refused) == (0, 0)
+            assert "a fault" not in caplog.text
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_that_the_engine_fails_says_why_even_if_its_end_is_noticed_first() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            first = await _pending(server, await server.open())
+            server.engine.sessions[0].break_down(SessionFailedError("context_full", "it was full"))
+            server.frontend.registry.notice_ends()
+            assert error_of(await first)["code"] == "context_full"
 
     asyncio.run(scenario())
 

@@ -197,7 +197,8 @@ def test_what_the_engine_says_becomes_an_answer(
             assert (answer.status_code, found["code"], found["type"]) == (status, code, kind)
             again = await server.push(path, "hi", frame_index=0)
             if ends:
-                assert (again.status_code, error_of(again)["type"][:7]) == (409, "Session")
+                ended = "ended_not_admitted" if kind == "PolicyUsageError" else "ended_failed"
+                assert (again.status_code, error_of(again)["code"]) == (409, ended)
                 assert found["reasons"][-1] in error_of(again)["message"]
             else:
                 # A refused chunk has no index: the next one gets it.

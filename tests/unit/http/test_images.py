@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import struct
 import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from kvpolicy.adapters.http.errors import ApiError
 from kvpolicy.adapters.http.images import decode_image, image_format
@@ -39,6 +41,15 @@ def test_an_image_is_decoded_to_rgb(kind: str) -> None:
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 def test_every_mode_of_png_becomes_rgb(mode: str) -> None:
     assert decode_image(image_bytes(mode=mode), LIMIT).mode == "RGB"
+
+
+def test_transparent_colours_of_a_palette_become_rgb_without_a_warning() -> None:
+    buffer, image = io.BytesIO(), Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    image.putpixel((1, 0), 1)
+    image.save(buffer, "PNG", transparency=b"\x40\x80")
+    decoded = decode_image(buffer.getvalue(), LIMIT)
+    assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 0, 0), (0, 255, 0)]
 
 
 def test_the_limit_itself_is_allowed() -> None:

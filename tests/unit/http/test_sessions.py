@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -199,7 +200,7 @@ def test_the_routing_key_is_echoed_on_every_route_and_on_errors() -> None:
 
 def test_the_config_names_defaults_limits_and_the_engine() -> None:
     async def scenario() -> None:
-        limits = {
+        limits: dict[str, Any] = {
             "max_sessions": 3,
             "max_body_bytes": 1000,
             "max_frame_pixels": 2000,
