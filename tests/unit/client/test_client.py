@@ -19,6 +19,7 @@ from kvpolicy.client import (
     SessionClient,
     SessionConnectionError,
 )
+from kvpolicy.client.exchange import DEFAULT_TIMEOUT
 from kvpolicy.client.values import Segment
 from kvpolicy.core.errors import (
     CapacityError,
@@ -63,15 +64,15 @@ def test_a_session_from_opening_to_closing(engine: FakeEngine, client: SessionCl
         assert list(session.stream("three four")) == ["three ", "four "]
         assert session.last_reply is not None
         assert (session.last_reply.text, session.last_reply.frame_index) == ("three four ", 3)
-        assert session.push("five six").frame_index == 4
+        assert session.push("five six", sampling={"seed": 2}).frame_index == 4
         status = session.status()
         assert (status.state, status.frames, status.session_id) == ("idle", 5, session.id)
         assert status.segments[0] == Segment("anchor", 2)
     assert session.status().state == "ended"
     assert session.close() is True
     assert not engine.live
-    assert engine.sessions[0].samplings[2] is not None
-    assert engine.sessions[0].samplings[2]["seed"] == 1
+    assert [sampling and sampling["seed"] for sampling in engine.sessions[0].samplings] == [None, None, 1, None, 2]
+    assert (engine.opened[0]["system_prompt"], engine.opened[0]["priority"]) == ("Be short.", 2)
 
 
 def test_what_is_unset_is_left_to_the_server_and_none_is_a_value(client: SessionClient) -> None:
@@ -85,6 +86,8 @@ def test_what_is_unset_is_left_to_the_server_and_none_is_a_value(client: Session
 def test_errors_of_the_server_are_errors_of_the_core(engine: FakeEngine, client: SessionClient) -> None:
     with pytest.raises(PolicyUsageError, match="unknown key 'total_token'"):
         client.open(retention={"total_token": 5})
+    with pytest.raises(PolicyUsageError, match="model: expected fake-model"):
+        client.open(model="another")
     with client.open(retention={"total_tokens": 1024}) as session:
         with client.open(retention={"total_tokens": 1024}), pytest.raises(CapacityError, match="at most 2 may be"):
             client.open()
@@ -411,6 +414,13 @@ def test_the_asynchronous_client_asks_after_a_lost_answer_too() -> None:
     asyncio.run(scenario())
 
 
+def test_the_client_waits_as_long_as_the_server_may_take() -> None:
+    server = ServerSettings()
+    assert DEFAULT_TIMEOUT.write == server.enqueue_deadline_s
+    assert DEFAULT_TIMEOUT.read is not None
+    assert DEFAULT_TIMEOUT.read > server.enqueue_deadline_s + server.reply_deadline_s
+
+
 def test_what_is_late_is_not_sent_again() -> None:
     client, requests = _scripted(httpx.ReadTimeout("late"))
     with pytest.raises(SessionConnectionError, match="ReadTimeout: late"):
@@ -518,6 +528,7 @@ def test_a_stream_that_just_ends_is_no_reply() -> None:
     [
         (httpx.Response(401, json={"error": "Unauthorized"}), "401 unknown: .*Unauthorized"),
         (httpx.Response(502, text="<html>bad gateway"), "502 unknown: <html>bad gateway"),
+        (httpx.Response(502, text="x" * 1000), "502 unknown: x{500}$"),
         (httpx.Response(404, json={"detail": "Not Found"}), "404 unknown: .*Not Found"),
         (httpx.Response(200, text="not json"), "200 unknown: not json"),
         (

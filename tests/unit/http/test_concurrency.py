@@ -137,6 +137,8 @@ def test_the_index_of_the_last_answer_gets_it_again() -> None:
                 gap = await server.push(path, "one", frame_index=index)
                 assert (gap.status_code, error_of(gap)["code"]) == (409, "frame_index")
                 assert f"expected 2, the next one, got {index}" in error_of(gap)["message"]
+            gap = await server.http.post(f"{path}/frame?frame_index=3", json={"text": "one"})
+            assert (gap.status_code, error_of(gap)["code"]) == (409, "frame_index")
             assert server.engine.sessions[0].turns == ["one", "two words"]
             assert first.json()["frame_index"] == 0
 
@@ -332,6 +334,17 @@ def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None
             ):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_engine")
                 assert "out of memory" in error_of(later)["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_is_noticed_by_the_next_request() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.die("out of memory", None)
+            assert (await server.http.get(path)).status_code == 503
+            assert all(session.ending is not None for session in server.frontend.registry.holding)
 
     asyncio.run(scenario())
 
@@ -609,6 +622,24 @@ def test_stopping_closes_everything_once() -> None:
             for later in (await server.http.post(SESSIONS), await server.push(path, "hi")):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_shutdown")
         assert engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_opening_that_waits_while_the_server_stops_opens_nothing() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100) as server:
+            await server.push(await server.open(), "hi")
+            server.clock.now_s += 101
+            server.engine.hold_closes = asyncio.Event()
+            opening = asyncio.create_task(server.http.post(SESSIONS))
+            await come_true(lambda: server.engine.sessions[0].num_closes == 1)
+            stopping = asyncio.create_task(server.frontend.stop())
+            await asyncio.sleep(0)
+            server.engine.hold_closes.set()
+            assert ((await opening).status_code, error_of(await opening)["code"]) == (503, "ended_shutdown")
+            await stopping
+            assert not server.engine.live
 
     asyncio.run(scenario())
 

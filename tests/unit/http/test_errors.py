@@ -40,6 +40,9 @@ JSON = {"Content-Type": "application/json"}
         ({"json": []}, 422, "invalid_fields", "valid dictionary"),
         ({"json": {"sampling": {"stop_token_ids": [7, -1]}}}, 422, "invalid_fields", "sampling.stop_token_ids.1: "),
         ({"json": {"priority": "1", "nonsense": 1}}, 422, "invalid_fields", "priority: "),
+        ({"json": {"nonsense": 1}}, 422, "invalid_fields", "nonsense: "),
+        ({"json": {"sampling": {"max_tokens": "5"}}}, 422, "invalid_fields", "sampling.max_tokens: "),
+        ({"json": {"retention": {"total_tokens": True}}}, 422, "invalid_fields", "retention.total_tokens: "),
         ({"json": {"priority": 2**40}}, 422, "invalid_fields", "priority: "),
         ({"content": b"x" * 2000, "headers": JSON}, 413, "body_too_large", "at most 1000 bytes"),
     ],
@@ -71,6 +74,21 @@ def test_all_reasons_come_at_once() -> None:
     asyncio.run(scenario())
 
 
+def test_a_value_of_the_wrong_type_is_not_repeated() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            for answer in (
+                await server.push(path, "hi", frame_index="secret"),
+                await server.http.post(f"{path}/frame", json={"text": "hi", "frame_index": "secret"}),
+                await server.http.post(SESSIONS, json={"system_prompt": ["secret"]}),
+            ):
+                assert (answer.status_code, error_of(answer)["code"]) == (422, "invalid_fields")
+                assert "secret" not in answer.text
+
+    asyncio.run(scenario())
+
+
 TWO_KEYS = [("X-Session-ID", "a"), ("X-Session-ID", "b")]
 FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
 
@@ -85,6 +103,7 @@ FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
         ({"content": "{", "headers": JSON}, 400, "bad_json", "expected JSON"),
         ({"json": {"text": ""}}, 422, "invalid_fields", "text: "),
         ({"json": {"text": "hi", "frame_index": -1}}, 422, "invalid_fields", "frame_index: "),
+        ({"json": {"text": "hi", "frame_index": 2**53}}, 422, "invalid_fields", "frame_index: "),
         ({"json": {"text": "hi", "frame_index": "0"}}, 422, "invalid_fields", "frame_index: "),
         ({"json": {"text": "hi", "frame_index": 1}, "params": {"frame_index": 0}}, 400, "two_indices", "got 0 in"),
         ({"json": {"text": "hi"}, "params": {"frame_index": "x"}}, 422, "invalid_fields", "query.frame_index"),

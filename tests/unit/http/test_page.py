@@ -31,6 +31,8 @@ def test_every_part_is_served_and_allows_this_server_only(prefix: str) -> None:
                 policy = answer.headers["content-security-policy"].split("; ")
                 for rule in ("default-src", "base-uri", "form-action", "frame-ancestors"):
                     assert f"{rule} 'none'" in policy
+                for rule in ("script-src", "style-src", "connect-src"):
+                    assert f"{rule} 'self'" in policy
                 sources = {source for rule in policy for source in rule.split()[1:]}
                 assert sources == {"'none'", "'self'", "blob:", "data:"}
                 assert answer.headers["x-content-type-options"] == "nosniff"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.adapters.http.port import ImageTurn
+from kvpolicy.core.replies import SessionStats
 from tests.unit.http.serving import PNG, SESSIONS, TEXT, image_bytes, served
 
 
@@ -92,6 +93,26 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
     asyncio.run(scenario())
 
 
+def test_a_status_shows_every_count_of_the_engine() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.sessions[0]._stats = SessionStats(
+                num_reply_tokens=1,
+                resident_tokens=2,
+                num_blocks=3,
+                num_evictions=4,
+                num_evicted_tokens=5,
+                num_consolidations=6,
+                num_parks=7,
+            )
+            status = (await server.http.get(path)).json()
+            names = "reply_tokens resident_tokens blocks evictions evicted_tokens consolidations parks"
+            assert [status[name] for name in names.split()] == [1, 2, 3, 4, 5, 6, 7]
+
+    asyncio.run(scenario())
+
+
 def test_everything_has_a_default_and_null_keeps_everything() -> None:
     async def scenario() -> None:
         async with served() as server:
@@ -100,6 +121,9 @@ def test_everything_has_a_default_and_null_keeps_everything() -> None:
             unbounded = (await server.http.post(SESSIONS, json={"retention": None})).json()
             assert unbounded["retention"] is None
             assert server.engine.opened[1]["retention"] is None
+            await server.http.delete(f"{SESSIONS}/{default['session_id']}")
+            cool = (await server.http.post(SESSIONS, json={"sampling": {"temperature": None}})).json()
+            assert cool["sampling"]["temperature"] is None
 
     asyncio.run(scenario())
 
