@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from typing import Any
 
 import pytest
@@ -165,14 +166,19 @@ def test_a_chunk_comes_in_five_forms_under_two_names() -> None:
     asyncio.run(scenario())
 
 
-def test_a_text_beside_an_image_may_be_as_long_as_the_body() -> None:
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_text_beside_an_image_may_be_as_long_as_the_body(monkeypatch: pytest.MonkeyPatch, *, is_file: bool) -> None:
+    def written(_: object) -> None:
+        raise AssertionError("what clients send does not belong on a disk")
+
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", written)
+
     async def scenario() -> None:
         async with served() as server:
-            text = "x" * 2**21
-            pushed = await server.http.post(
-                f"{await server.open()}/frame", files={"image": image_bytes(8, 6)}, data={"text": text}
-            )
-            assert pushed.json()["text"] == f"8x6 {text} "
+            image, text = {"image": image_bytes(8, 6)}, {"text": "x" * 2**21}
+            body: dict[str, Any] = {"files": image | text} if is_file else {"files": image, "data": text}
+            pushed = await server.http.post(f"{await server.open()}/frame", **body)
+            assert pushed.json()["text"] == f"8x6 {text['text']} "
 
     asyncio.run(scenario())
 
