@@ -10,6 +10,7 @@ import pytest
 
 from kvpolicy.adapters.http.bodies import Frame
 from kvpolicy.adapters.http.endings import EndReason
+from kvpolicy.adapters.http.flights import Flight
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionFailedError
@@ -85,6 +86,20 @@ def test_the_index_of_the_pending_chunk_waits_for_the_same_reply() -> None:
             assert (await first).json() == (await again).json()
             assert 'data: {"text": "first "}' in (await streamed).text
             assert len(server.engine.sessions[0].turns) == 1
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_twice_has_left_once() -> None:
+    async def scenario() -> None:
+        abandoned: list[bool] = []
+        flight = Flight(0, b"", lambda: abandoned.append(True))
+        first, second = flight.wait(), flight.wait()
+        with first:
+            first.leave()
+        assert not abandoned
+        second.leave()
+        assert abandoned == [True]
 
     asyncio.run(scenario())
 
