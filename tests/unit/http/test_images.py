@@ -84,6 +84,29 @@ def test_other_files_are_no_images(data: bytes) -> None:
     assert caught.value.status == 400
 
 
+def _png(*chunks: bytes, colour_type: int = 2) -> bytes:
+    header = struct.pack(">IIBBBBB", 8, 8, 8, colour_type, 0, 0, 0)
+    rows = _chunk(b"IDAT", zlib.compress(bytes(8 * 25)))
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + rows + b"".join(chunks) + _chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _png(colour_type=3),
+        _png(_chunk(b"zTXt", b"a\0\1\0\0\0")),
+        _png(_chunk(b"iCCP", b"")),
+        _png(_chunk(b"gAMA", b"")),
+        image_bytes()[:40],
+    ],
+    ids=["no palette", "unknown compression", "no profile", "no value", "no rows"],
+)
+def test_whatever_is_damaged_is_a_client_error(data: bytes) -> None:
+    with pytest.raises(ApiError, match="this one cannot be decoded") as caught:
+        decode_image(data, LIMIT)
+    assert (caught.value.status, caught.value.code) == (400, "bad_image")
+
+
 @given(
     st.sampled_from([image_bytes(16, 16, kind="PNG", mode="P"), image_bytes(16, 16, kind="JPEG")]),
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4),
