@@ -166,6 +166,33 @@ def test_a_chunk_comes_in_five_forms_under_two_names() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "boundary=b",
+        'boundary="b"; charset=latin-1',
+        "charset=unicode_escape; boundary=b",
+        "boundary=b; charset=utf-7",
+        "boundary=b; charset=punycode",
+        "boundary=b; charset=undefined",
+        'boundary=b; charset="\x00"',
+    ],
+)
+def test_a_form_is_utf_8_whatever_it_says(parameters: str) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            part = b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+            text = "+2AA- \\ud800 -xn--a ä"
+            answer = await server.http.post(
+                f"{await server.open()}/frame",
+                content=part % (b'image"; filename="f', image_bytes(8, 6)) + part % (b"text", text.encode()) + b"--b--",
+                headers={"Content-Type": f"multipart/form-data; {parameters}"},
+            )
+            assert answer.json()["text"] == f"8x6 {text} "
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_file", [True, False])
 def test_a_text_beside_an_image_may_be_as_long_as_the_body(monkeypatch: pytest.MonkeyPatch, *, is_file: bool) -> None:
     def written(_: object) -> None:
