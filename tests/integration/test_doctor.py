@@ -59,6 +59,13 @@ def test_without_a_model_the_engine_alone_is_looked_at() -> None:
     assert "none given" in {fact.name: fact.found for fact in diagnosis.facts}["model"]
 
 
+def test_what_is_not_installed_is_a_reason_against_sessions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    sessions, policies = reasons(doctor.diagnose(()))
+    assert "kvpolicy[server]" in sessions
+    assert policies == ""
+
+
 def test_every_reason_comes_at_once_and_to_whom_it_belongs(tiny_model: Path) -> None:
     flags = "--max-num-seqs 1 --api-server-count 2 --enable-streaming --max-sessions 5 --kv-cache-policy nonsense"
     diagnosis = doctor.diagnose((str(tiny_model), *USUAL, *flags.split(), "--kv-cache-dtype", "fp8"))

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
 
@@ -245,5 +248,56 @@ def test_the_processor_cache_is_off_unless_it_was_asked_for(tiny_model: Path, fl
     assert args.mm_processor_cache_gb == (size or 0)
 
 
-def test_a_model_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
-    assert "nowhere" in refused(str(tmp_path / "nowhere"), "--enable-streaming")
+def test_each_guard_of_the_process_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"api_server_count": None, "headless": False, "grpc": False, "data_parallel_multi_port_external_lb": False}
+    assert list(process_errors(Namespace(**usual))) == []
+    [reason] = process_errors(Namespace(**usual | {"data_parallel_multi_port_external_lb": True}))
+    assert reason.startswith("--data-parallel-multi-port-external-lb: ")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert list(process_errors(Namespace(**usual))) == ["VLLM_USE_RUST_FRONTEND: not supported; unset it"]
+
+
+PLAIN_MODEL: dict[str, Any] = {
+    "model": "m",
+    "runner_type": "generate",
+    "is_multimodal_model": False,
+    "hf_text_config": SimpleNamespace(layer_types=["full_attention"] * 2),
+    "is_hybrid": False,
+    "is_attention_free": False,
+    "use_mla": False,
+    "is_encoder_decoder": False,
+    "get_sliding_window": lambda: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"runner_type": "pooling"}, "generates text, got one for pooling"),
+        (
+            {"is_multimodal_model": True, "multimodal_config": SimpleNamespace(mm_processor_cache_gb=4)},
+            "--mm-processor-cache-gb 4: must be 0",
+        ),
+        ({"is_hybrid": True}, "a hybrid model"),
+        ({"is_attention_free": True}, "no attention"),
+        ({"use_mla": True}, "multi-head latent attention"),
+        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"get_sliding_window": lambda: 64}, "a sliding window of 64"),
+        ({"hf_text_config": SimpleNamespace(layer_types=["full_attention", "other"])}, "layers of several kinds"),
+        ({"hf_text_config": SimpleNamespace(attention_chunk_size=8)}, "attention in chunks"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_each_guard_of_the_model_is_a_reason(changes: dict[str, Any], words: str) -> None:
+    def config(**attributes: Any) -> Any:
+        return SimpleNamespace(model_config=SimpleNamespace(**attributes))
+
+    assert list(model_errors(config(**PLAIN_MODEL))) == []
+    [reason] = model_errors(config(**PLAIN_MODEL | changes))
+    assert words in reason
+
+
+def test_a_model_that_is_not_there_is_a_users_error_beside_the_others(tmp_path: Path) -> None:
+    said = refused(str(tmp_path / "nowhere"), "--enable-streaming", "--headless")
+    assert "nowhere" in said
+    assert "--headless" in said

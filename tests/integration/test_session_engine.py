@@ -33,7 +33,7 @@ NUM_TOKEN_IDS = 320
 @pytest.fixture(scope="module")
 def started(runner: asyncio.Runner, tiny_model: Path) -> Iterator[AsyncLLM]:
     async def start() -> AsyncLLM:
-        return AsyncLLM(**engine_options(tiny_model))
+        return AsyncLLM(**engine_options(tiny_model, served_model_name="tiny"))
 
     engine = runner.run(start())
     yield engine
@@ -55,9 +55,9 @@ def opened(
     return engine.open_session(system_prompt=system_prompt, retention=retention, sampling=sampling or {}, priority=0)
 
 
-def test_the_facts_are_the_engines(engine: SessionEngine, tiny_model: Path) -> None:
+def test_the_facts_are_the_engines(engine: SessionEngine) -> None:
     facts = engine.facts()
-    assert facts.model == str(tiny_model)
+    assert facts.model == "tiny"
     assert (facts.block_size, facts.context_limit, facts.trained_range) == (16, 512, 2048)
     assert facts.num_pool_blocks == 199
     assert facts.max_sessions == 7
@@ -129,7 +129,17 @@ def test_what_cannot_be_is_refused_at_once_with_every_reason(engine: SessionEngi
     with pytest.raises(PolicyUsageError) as caught:
         opened(engine, retention={"total_tokens": 4000}, sampling={"stop": ["x"], "prompt_logprobs": 1})
     assert len(caught.value.reasons) == 5
+    with pytest.raises(PolicyUsageError, match="max_tokens"):
+        opened(engine, sampling={"max_tokens": 300})
+    wrong: Any = "high"
+    with pytest.raises(PolicyUsageError, match="priority"):
+        engine.open_session(system_prompt=None, retention=WINDOW, sampling={}, priority=wrong)
     assert not started.output_processor.request_states
+
+
+def test_replies_are_greedy_and_short_unless_something_else_is_asked_for(engine: SessionEngine) -> None:
+    params = engine.sampling_params({})
+    assert (params.temperature, params.max_tokens) == (0.0, 24)
 
 
 @pytest.mark.parametrize(
