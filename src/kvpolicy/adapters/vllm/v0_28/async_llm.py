@@ -19,7 +19,7 @@ from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
-from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
+from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors, token_id_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.output_processor import RequestRefusedError, SessionOutputProcessor, sendable
@@ -111,6 +111,7 @@ class AsyncLLM(StockAsyncLLM):
         )
         # The output handler holds on to the processor it starts with, so ours must be there first.
         self.output_processor = SessionOutputProcessor.of_engine(self, self._counters)
+        self.output_processor.streams = self._streams
         self._handler_may_run = True
         try:
             asyncio.get_running_loop()
@@ -188,7 +189,7 @@ class AsyncLLM(StockAsyncLLM):
         Raises:
             PolicyUsageError: every reason why a session chunk cannot have them.
         """
-        reasons = list(sampling_errors(params))
+        reasons = [*sampling_errors(params), *token_id_errors(params, int(self.model_config.get_vocab_size()))]
         try:
             retention = retention_of(params)
             if retention is not None:
@@ -261,8 +262,7 @@ class AsyncLLM(StockAsyncLLM):
         given = [request_id] if isinstance(request_id, str) else list(request_id)
         streams = [stream for stream in self._streams.values() if stream.name(internal=internal) in given]
         try:
-            for stream in streams:
-                await stream.stop()
+            await asyncio.gather(*(stream.stop() for stream in streams))
         finally:
             await super().abort(given, internal)
 
@@ -310,6 +310,7 @@ class AsyncLLM(StockAsyncLLM):
         is_final = not request.resumable
         if is_final:
             stream.is_complete = True
+            stream.replies.let_input_be()
             if isinstance(failure, Exception) and not stream.is_stopped:
                 # What the stream has raised; vLLM's input task left it in its own queue.
                 stream.replies.put(failure)

@@ -129,7 +129,10 @@ class Session:
         return self._stats
 
     async def close(self) -> None:
-        """End the session and wait until the engine has let go of it. Calling it again waits for the same end."""
+        """End the session and wait until the engine has been told. Calling it again waits for the same end.
+
+        The engine lets go of it before it takes in anything that is sent later.
+        """
         pump = self._pump
         self._ended = self._ended or SessionClosedError("session: it was closed")
         if pump is not None:

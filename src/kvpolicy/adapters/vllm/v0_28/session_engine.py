@@ -11,7 +11,6 @@ from attrs import frozen
 
 from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
 from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
-from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
@@ -162,11 +161,7 @@ class SessionEngine:
         Raises:
             PolicyUsageError: every reason why there are no such parameters.
         """
-        num_token_ids = int(self._engine.model_config.get_vocab_size())
-        params = sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS, num_token_ids=num_token_ids)
-        if reasons := sampling_errors(params):
-            raise PolicyUsageError(reasons)
-        return params
+        return self._engine.checked_session_params(sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS))
 
     def failure(self) -> str | None:
         """Return why the engine is dead; None while it lives."""

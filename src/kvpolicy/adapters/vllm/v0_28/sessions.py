@@ -20,6 +20,7 @@ from kvpolicy.core.events import (
     RangeEvicted,
     SessionClosed,
     SessionConsolidated,
+    SessionFailed,
     SessionOpened,
     SessionParked,
     SessionPreempted,
@@ -320,8 +321,9 @@ class SessionBook:
             message=refusal.message if refusal else None,
         )
 
-    def fail(self, request_id: str) -> None:
-        """Note that a session ends with an error; its request is freed next."""
+    def fail(self, request_id: str, refusal: Refuse) -> None:
+        """Note that a session ends with an error, or never began; its request, if any, is freed next."""
+        self.events.emit(SessionFailed(request_id=request_id, code=refusal.code, message=refusal.message))
         record = self.records.get(request_id)
         if record is not None and record.state is not SessionState.CLOSED:
             record.advance(SessionInput.FAIL)
