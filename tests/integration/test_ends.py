@@ -79,10 +79,12 @@ def test_a_refused_chunk_does_not_hide_a_consolidation(engine: SteppedEngine) ->
     session.close()
 
 
-def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: SteppedEngine) -> None:
+@pytest.mark.parametrize("has_company", [True, False])
+def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: SteppedEngine, *, has_company: bool) -> None:
     """Where blocks are short it is given up: the session is parked, and consolidated by its next chunk anyway."""
     other = SteppedSession(engine, "other", retention=WINDOW)
-    other.push([9] * 60)
+    if has_company:
+        other.push([9] * 60)
     session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=6)
     chunks = iter(random_chunks(5, 200, 18, 24))
     session.push(next(chunks))
@@ -90,16 +92,21 @@ def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: Stepp
         session.push(next(chunks))
     pool = engine.scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    engine.send("behind", [5] * 20, resumable=False)
+    engine.run_until(lambda: engine.is_answered("behind"), limit=20)
+    assert len(engine.answer("behind").token_ids) == 4
     engine.run_to_rest()
     assert session.record.state is SessionState.PARKED
-    assert other.record.state is SessionState.IDLE
+    if has_company:
+        assert other.record.state is SessionState.IDLE
     pool.free_blocks(taken)
     answer = session.push(next(chunks))
     assert len(answer.token_ids) == 6
     assert answer.report is not None
     assert answer.report.num_parks == 1
     session.close()
-    other.close()
+    if has_company:
+        other.close()
 
 
 def bring_to(engine: SteppedEngine, session: SteppedSession, state: str) -> None:

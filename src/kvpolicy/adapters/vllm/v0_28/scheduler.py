@@ -271,13 +271,16 @@ class SessionScheduler(CompactionScheduler):
 
     def _relieve_pressure(self) -> None:
         """Park the least valuable sessions if the next request to be scheduled lacks blocks or a slot."""
-        idle_records = [record for record in self.sessions.records.values() if self._can_park(record)]
-        if not idle_records:
-            return
         head = self._next_waiting()
         if head is not None and self._gives_up_consolidation(head):
             head = self._next_waiting()
-        candidates = {r.request.request_id: r for r in idle_records if r.request is not head}
+        candidates = {
+            request_id: record
+            for request_id, record in self.sessions.records.items()
+            if record.request is not head and self._can_park(record)
+        }
+        if not candidates:
+            return
         for request_id in self._parking_victims(head, candidates):
             record = candidates[request_id]
             self._guarded(record.request, partial(self._park, record))
@@ -285,7 +288,8 @@ class SessionScheduler(CompactionScheduler):
     def _gives_up_consolidation(self, head: Request) -> bool:
         """Park a session that consolidates ahead of time but lacks the blocks for it; return whether that was done.
 
-        That work can wait for the session's next chunk; it must not take blocks from others.
+        That work can wait for the session's next chunk; it must neither take blocks from others nor keep those behind
+        it waiting.
         """
         record = self.sessions.records.get(head.request_id)
         if record is None or not record.discards_sample or self._missing_blocks(head) <= 0:
@@ -300,14 +304,12 @@ class SessionScheduler(CompactionScheduler):
 
     def _next_waiting(self) -> Request | None:
         """Return the request that the engine will try to schedule first, idle sessions apart."""
-        waiting = [
+        waiting = (
             request
             for request in chain(self.skipped_waiting, self.waiting)
             if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
-        ]
-        if not waiting:
-            return None
-        return min(waiting) if self.policy == SchedulingPolicy.PRIORITY else waiting[0]
+        )
+        return min(waiting, default=None) if self.policy == SchedulingPolicy.PRIORITY else next(waiting, None)
 
     def _can_park(self, record: SessionRecord) -> bool:
         waiting = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
