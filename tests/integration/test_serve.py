@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kvpolicy.adapters.vllm.v0_28.doctor import diagnose
 from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
@@ -218,17 +219,54 @@ def refused(*flags: str) -> str:
 def test_each_guard_names_its_flag(tiny_model: Path, flags: str) -> None:
     usual = "--enable-streaming --max-model-len 512 --max-num-seqs 8"
     said = refused(str(tiny_model), *usual.split(), *flags.split())
-    assert flags.split(maxsplit=1)[0].removeprefix("--").replace("-", "_") in said.replace("-", "_")
+    assert flags.split(maxsplit=1)[0] in said
+
+
+CONNECTOR = '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'
+# Flags that are refused at different stages, with what is said of each: R.28's own, and those that kvpolicy sets.
+TOGETHER = (
+    (
+        "--async-scheduling --pipeline-parallel-size 2 --max-num-seqs 1 --api-server-count 3",
+        ("--async-scheduling:", "--pipeline-parallel-size 2:", "--max-num-seqs 1:", "--api-server-count 3:"),
+    ),
+    (
+        "--scheduler-cls x --prefix-match-unit 8 --block-size 16 --kv-cache-policy nonsense --kv-transfer-config "
+        + CONNECTOR,
+        ("--scheduler-cls:", "--prefix-match-unit:", "--kv-transfer-config:", "--kv-cache-policy: unknown name"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("flags", "expected"), TOGETHER)
+def test_all_reasons_come_at_once_and_name_the_flag_as_typed(
+    tiny_model: Path, flags: str, expected: tuple[str, ...]
+) -> None:
+    line = (str(tiny_model), "--enable-streaming", "--max-model-len", "512", *flags.split())
+    said = refused(*line).splitlines()
+    for flag in expected:
+        assert [reason for reason in said if reason.startswith(flag)], said
+    sessions, policies = (verdict.reasons for verdict in diagnose(line).verdicts)
+    assert {*sessions, *policies} >= {*said}
+
+
+def test_what_vllm_refuses_hides_no_reason_of_ours(tiny_model: Path) -> None:
+    flags = "--enable-streaming --max-model-len -5 --async-scheduling --kv-cache-policy nonsense --headless"
+    line = (str(tiny_model), *flags.split())
+    said = refused(*line)
+    for part in ("engine configuration:", "--async-scheduling:", "--kv-cache-policy: unknown name", "--headless:"):
+        assert part in said
+    sessions, policies = (verdict.reasons for verdict in diagnose(line).verdicts)
+    assert {*"\n".join((*sessions, *policies)).splitlines()} == {*said.splitlines()}
 
 
 def test_a_wrong_flag_of_ours_hides_no_reason_of_the_engine(tiny_model: Path) -> None:
     flags = "--enable-streaming --session-idle-timeout-s 0 --max-sessions 9 --max-num-seqs 8 --pipeline-parallel-size 2"
     said = refused(str(tiny_model), "--max-model-len", "512", *flags.split(), "--api-server-count", "2")
-    for part in ("--session-idle-timeout-s", "max_sessions", "--pipeline-parallel-size 2", "--api-server-count 2"):
+    for part in ("--session-idle-timeout-s", "--max-sessions", "--pipeline-parallel-size 2", "--api-server-count 2"):
         assert part in said
     said = refused(str(tiny_model), "--kv-cache-policy", "randkv", "--session-top-p", "0.5", "--async-scheduling")
     assert "--session-top-p" in said
-    assert "async_scheduling" in said
+    assert "--async-scheduling" in said
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_config_errors
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
@@ -30,6 +30,7 @@ from kvpolicy.adapters.vllm.v0_28.streams import InputStream
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, rehearse
 from kvpolicy.core.budget import RetentionBudget
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 from kvpolicy.core.fold import Refuse
 
@@ -92,14 +93,12 @@ class AsyncLLM(StockAsyncLLM):
             if model is not None:
                 arguments["model"] = model
             log_stats = not arguments.get("disable_log_stats", False) if log_stats is None else log_stats
-            vllm_config = checked_config(
-                session_engine_args(arguments, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
-            )
+            vllm_config = checked_config(arguments, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
         elif names := _given(arguments, model=model, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy):
             reason = f"vllm_config: expected no engine arguments beside it, got {', '.join(names)}"
             raise PolicyUsageError(reason)
         else:
-            require_session_config(vllm_config)
+            reject(session_config_errors(vllm_config))
         self._handler_may_run = False
         # Those whose input has not ended, by the queue that vLLM's input task has; the consumer reads from another.
         self._streams: dict[RequestOutputCollector, InputStream] = {}
