@@ -203,7 +203,7 @@ class FakeEngine:
             for session in self.sessions:
                 session.break_down(error)
 
-    def open_session(
+    async def open_session(
         self,
         *,
         system_prompt: str | None,

@@ -137,7 +137,7 @@ class SessionFrontend:
         sampling = {**self.settings.sampling(), **wanted.sampling.given()}
         reasons = list(_model_errors(wanted, facts))
         try:
-            port = self._surroundings().engine.open_session(
+            port = await self._surroundings().engine.open_session(
                 system_prompt=wanted.system_prompt,
                 retention=None if wanted.retention is None else wanted.retention.given(),
                 sampling=sampling,

@@ -167,14 +167,21 @@ class AsyncLLM(StockAsyncLLM):
         params = self.checked_session_params(params)
         return Session(self, self.turn_encoder(system_prompt, use_chat_template), params, priority=priority)
 
-    def turn_encoder(self, system_prompt: str | None, use_chat_template: bool | None = None) -> TurnEncoder:  # noqa: FBT001 - as above
-        """Return what makes tokens of a session's turns.
+    def turn_encoder(
+        self,
+        system_prompt: str | None,
+        use_chat_template: bool | None = None,  # noqa: FBT001 - as above
+        *,
+        most_tokens: int | None = None,
+    ) -> TurnEncoder:
+        """Return what makes tokens of a session's turns; one that has more than ``most_tokens`` need not be encoded.
 
         Raises:
             PolicyUsageError: a chat template is wanted and the model has none.
         """
-        limit = self.model_config.max_model_len * self.renderer.tokenizer.max_chars_per_token
-        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=limit)
+        limit = self.model_config.max_model_len
+        max_chars = min(limit, most_tokens or limit) * self.renderer.tokenizer.max_chars_per_token
+        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=max_chars)
 
     @cached_property
     def _turn_tokenizer(self) -> Any:

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 _TERMINAL = frozenset(map(str, TERMINAL))
 
 
-# Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
-_LONG_TURN = 4_000
-
-
 class _Pending:
     """The reply being collected."""
 
@@ -162,8 +158,7 @@ class Session:
 
     async def _tokens(self, turn: str | Sequence[int]) -> list[int]:
         if isinstance(turn, str):
-            is_long = len(turn) > _LONG_TURN
-            return await asyncio.to_thread(self._encoder.encode, turn) if is_long else self._encoder.encode(turn)
+            return await self._encoder.encode_aside(turn)
         tokens = list(turn)
         reasons = []
         if not tokens or any(type(token) is not int or token < 0 for token in tokens):

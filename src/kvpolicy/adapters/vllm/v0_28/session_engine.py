@@ -16,7 +16,8 @@ from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors, most_blocks
-from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.checks import reject
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -77,6 +78,8 @@ class SessionEngine:
         ``model_names`` are all of the server: an engine keeps the first.
         """
         self._engine = engine
+        # The tokenizer is copied now, which takes long, and not while there is traffic.
+        engine.turn_encoder(None)
         config = engine.vllm_config
         # vLLM adds up the blocks of its data-parallel engines, and each keeps one (the null block) for itself.
         num_engines = config.parallel_config.data_parallel_size
@@ -102,7 +105,7 @@ class SessionEngine:
         """Return what the engine offers."""
         return self._facts
 
-    def open_session(
+    async def open_session(
         self,
         *,
         system_prompt: str | None,
@@ -125,7 +128,7 @@ class SessionEngine:
         except PolicyUsageError as error:
             reasons += error.reasons
         try:
-            budget = self._budget(system_prompt, retention, max_tokens)
+            budget = await self._budget(system_prompt, retention, max_tokens)
         except PolicyUsageError as error:
             reasons += error.reasons
         if reasons:
@@ -138,7 +141,7 @@ class SessionEngine:
             retention=in_force, max_blocks=most_blocks(budget, self._limits), session=session, engine=self
         )
 
-    def _budget(
+    async def _budget(
         self, system_prompt: str | None, retention: Mapping[str, Any] | None, max_tokens: int | None
     ) -> RetentionBudget | None:
         """Return the budget that a session would have, with its total; None without retention.
@@ -149,11 +152,19 @@ class SessionEngine:
         if retention is None:
             return None
         budget = RetentionBudget.from_mapping(retention).resolved(self._limits, max_tokens)
-        # The shortest turn there is: what is too long even so can be said now.
-        first_chunk = len(self._engine.turn_encoder(system_prompt).encode("-"))
-        reasons = admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
-        if reasons:
-            raise PolicyUsageError(reasons)
+        total = budget.require_total()
+        encoder = self._engine.turn_encoder(system_prompt, most_tokens=total)
+        reasons, first_chunk = [], 1
+        try:
+            # The shortest turn there is: what is too long even so can be said now.
+            first_chunk = len(await encoder.encode_aside("-"))
+        except ChunkRefusedError:
+            reasons.append(
+                f"system_prompt: expected fewer than {encoder.max_chars} characters (more never fit into "
+                f"budget.total_tokens {total}), got {len(system_prompt or '')}"
+            )
+        reasons += admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
+        reject(reasons)
         return budget
 
     def sampling_params(self, sampling: Mapping[str, Any]) -> SamplingParams:
