@@ -121,6 +121,22 @@ def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerPr
     assert session[:8] in streaming.text()
 
 
+def test_a_chunk_that_does_not_fit_costs_itself_only_be_it_the_first_one(streaming: ServerProcess) -> None:
+    with client(streaming) as http:
+        session = opened(http, 9)
+        frame = f"{ROUTES}sessions/{session}/frame"
+        for index in range(2):
+            for body in ({"text": "long " * 80}, {"text": "hi", "sampling": {"max_tokens": 310}}):
+                answer = http.post(frame, json={**body, "frame_index": index})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "chunk_too_long"), answer.text
+                assert "max_tokens" in answer.json()["error"]["message"]
+            answer = http.post(frame, json={"text": "hello", "frame_index": index})
+            assert (answer.status_code, answer.json()["frame_index"]) == (200, index), answer.text
+        status = http.get(f"{ROUTES}sessions/{session}").json()
+        assert (status["state"], status["frames"], status["refused"]) == ("idle", 2, 4)
+        http.delete(f"{ROUTES}sessions/{session}")
+
+
 def test_without_flags_of_ours_it_is_the_stock_server(tiny_model: Path, tmp_path: Path) -> None:
     """Also on the CPU build, where vLLM's own command does not start."""
     with running(tmp_path / "log", tiny_model) as server:

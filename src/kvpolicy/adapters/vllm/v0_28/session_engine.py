@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,8 @@ class SessionEngine:
         session = self._engine.open_session(
             system_prompt=system_prompt, retention=in_force, sampling_params=params, priority=priority
         )
+        if budget is not None:
+            session.check_first = partial(self._require_fit, budget)
         return OpenSession(
             retention=in_force, max_blocks=most_blocks(budget, self._limits), session=session, engine=self
         )
@@ -166,6 +169,16 @@ class SessionEngine:
         reasons += admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
         reject(reasons)
         return budget
+
+    def _require_fit(self, budget: RetentionBudget, num_tokens: int, params: SamplingParams) -> None:
+        """Check what the engine will check of a session's first chunk, and would end the session for.
+
+        Raises:
+            ChunkRefusedError: the chunk and its reply do not fit into the budget.
+        """
+        reasons = admission_errors(budget, self._limits, first_chunk_tokens=num_tokens, max_tokens=params.max_tokens)
+        if reasons:
+            raise ChunkRefusedError("chunk_too_long", "\n".join(reasons))
 
     def sampling_params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """Return vLLM's parameters; what is left out: greedy, at most 24 tokens.
