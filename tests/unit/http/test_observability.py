@@ -10,9 +10,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
 
 from kvpolicy.adapters.http import log
+from kvpolicy.adapters.http.frontend import SessionFrontend
+from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.core.errors import ChunkRefusedError
 from tests.fakes.session_engine import FakeEngine
@@ -109,6 +112,19 @@ def test_the_log_has_one_event_each_and_never_a_text_or_an_id(lines: io.StringIO
     assert events[1]["reply_tokens"] == 2
     assert events[2]["code"] == "full"
     assert (events[3]["reason"], events[3]["frames"], events[3]["refused"]) == ("client", 1, 1)
+
+
+def test_the_access_log_shows_no_whole_id_wherever_the_routes_are(caplog: pytest.LogCaptureFixture) -> None:
+    """``kvpolicy serve`` and the endpoint plugin both attach a frontend."""
+    access = logging.getLogger("uvicorn.access")
+    for found in access.filters[:]:
+        access.removeFilter(found)
+    SessionFrontend(ServerSettings()).attach(FastAPI())
+    path = f"{SESSIONS}/0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE/frame"
+    with caplog.at_level(logging.INFO, logger="uvicorn.access"):
+        access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "POST", path, "1.1", 200)
+    assert f"{SESSIONS}/0rAV1dKG.../frame" in caplog.text
+    assert "0rAV1dKGM" not in caplog.text
 
 
 def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:

@@ -211,9 +211,7 @@ class _Server:
         setattr(app.state, PLUGIN_MARK, True)
         if self.options.enable_streaming:
             from kvpolicy.adapters.http.frontend import SessionFrontend
-            from kvpolicy.adapters.http.log import hide_session_ids
 
-            hide_session_ids()
             self.frontend = SessionFrontend(self.options.settings)
             self.frontend.attach(app)
         await init_app_state(engine, app.state, self.args, tasks)
