@@ -34,6 +34,7 @@ def _value(name: str, **labels: str) -> float:
 def test_the_metrics_follow_the_sessions() -> None:
     counters: list[tuple[str, dict[str, str]]] = [
         ("chunks_total", {}),
+        ("evictions_total", {}),
         ("evicted_tokens_total", {}),
         ("consolidations_total", {}),
         ("refused_chunks_total", {"code": "full"}),
@@ -68,7 +69,7 @@ def test_the_metrics_follow_the_sessions() -> None:
             assert _value("resident_tokens") == 0
             return [_value(name, **labels) - old for (name, labels), old in zip(counters, before, strict=True)]
 
-    assert asyncio.run(scenario()) == [2, 576, 1, 1, 1, 1, 1, 1, 2, 2]
+    assert asyncio.run(scenario()) == [2, 1, 576, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 @pytest.fixture
