@@ -224,8 +224,10 @@ def refused(*flags: str) -> str:
     "flags",
     [
         "--api-server-count 3",
+        "--api-server-count 0",
         "--headless",
         "--grpc",
+        "--data-parallel-multi-port-external-lb",
         "--pipeline-parallel-size 2",
         "--data-parallel-size 2 --kv-cache-policy randkv",
         "--async-scheduling",
@@ -235,7 +237,15 @@ def refused(*flags: str) -> str:
 def test_each_guard_names_its_flag(tiny_model: Path, flags: str) -> None:
     usual = "--enable-streaming --max-model-len 512 --max-num-seqs 8"
     said = refused(str(tiny_model), *usual.split(), *flags.split())
-    assert flags.split(maxsplit=1)[0] in said
+    assert any(reason.startswith(flags.split(maxsplit=1)[0]) for reason in said.splitlines()), said
+
+
+def test_the_guards_of_the_environment_and_of_other_models(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    flags = "--enable-streaming --max-model-len 512 --max-num-seqs 8 --runner pooling"
+    said = refused(str(tiny_model), *flags.split())
+    assert "VLLM_USE_RUST_FRONTEND: not supported" in said
+    assert f"--model {tiny_model}: expected a model that generates text, got one for pooling" in said
 
 
 CONNECTOR = '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'
