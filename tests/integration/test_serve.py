@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,12 +26,15 @@ if TYPE_CHECKING:
 
 POLICY = '{"type": "randkv", "budget": 64, "buffer_size": 16}'
 ROUTES = "/v1/streaming/"
+RETENTION = {"total_tokens": 320, "min_total_tokens": 64}
+DEADLINE_S = 6
+LIMITS = ("--max-sessions", "3", "--session-top-p", "0.5", "--session-reply-deadline-s", str(DEADLINE_S))
 
 
 @pytest.fixture(scope="module")
 def streaming(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("streaming") / "log"
-    with running(log, tiny_model, "--enable-streaming", "--api-key", "secret") as server:
+    with running(log, tiny_model, "--enable-streaming", "--api-key", "secret", *LIMITS) as server:
         yield server
 
 
@@ -75,10 +81,22 @@ def test_the_api_key_covers_the_session_routes(streaming: ServerProcess) -> None
         assert httpx.post(streaming.url + path).status_code == httpx.codes.UNAUTHORIZED
 
 
+def test_the_limits_of_the_command_line_are_those_of_the_server(streaming: ServerProcess) -> None:
+    with client(streaming) as http:
+        config = http.get(ROUTES + "config").json()
+        assert (config["limits"]["max_sessions"], config["limits"]["reply_deadline_s"]) == (3, DEADLINE_S)
+        assert (config["sampling"]["top_p"], config["sampling"]["max_tokens"]) == (0.5, 24)
+        sessions = [opened(http) for _ in range(3)]
+        more = http.post(ROUTES + "sessions", json={"retention": RETENTION})
+        assert (more.status_code, more.json()["error"]["code"]) == (503, "no_room"), more.text
+        for session in sessions:
+            assert http.delete(f"{ROUTES}sessions/{session}").json()["closed"] is True
+
+
 def opened(http: httpx.Client, max_tokens: int = 24) -> str:
     body = {
         "system_prompt": "You watch a log.",
-        "retention": {"total_tokens": 320, "min_total_tokens": 64},
+        "retention": RETENTION,
         "sampling": {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
     }
     answer = http.post(ROUTES + "sessions", json=body)
@@ -137,6 +155,101 @@ def test_a_chunk_that_does_not_fit_costs_itself_only_be_it_the_first_one(streami
         http.delete(f"{ROUTES}sessions/{session}")
 
 
+HOSTILE = (
+    '{"temperature": NaN}',
+    '{"temperature": 1e999}',
+    '{"temperature": -1}',
+    '{"temperature": "hot"}',
+    '{"top_p": 0}',
+    f'{{"top_k": {1 << 70}}}',
+    f'{{"seed": {1 << 64}}}',
+    '{"max_tokens": 0}',
+    f'{{"max_tokens": {1 << 63}}}',
+    '{"max_tokens": null}',
+    f'{{"min_tokens": {1 << 40}}}',
+    '{"repetition_penalty": 0}',
+    '{"n": 100000}',
+    '{"stop": ["a"]}',
+    '{"stop_token_ids": [-1]}',
+    '{"stop_token_ids": [99999999]}',
+    '{"logit_bias": {"99999999": 5}}',
+    '{"logit_bias": {"3": Infinity}}',
+    '{"logit_bias": {"x": 1}}',
+    '{"logprobs": 1000000000}',
+    '{"prompt_logprobs": 5}',
+    '{"bad_words": ["", "\\u0000"]}',
+    '{"allowed_token_ids": [99999999]}',
+    '{"structured_outputs": {"regex": "("}}',
+    '{"structured_outputs": {"json": "{"}}',
+    '{"extra_args": {"kv_cache_policy": "randkv"}}',
+    '{"output_kind": 2, "_eos_token_id": 3}',
+    '{"logit_bias": ' + '{"a":' * 5000 + "1" + "}" * 5001,
+)
+
+
+def test_no_sampling_parameters_harm_the_server(streaming: ServerProcess, tiny_model: Path) -> None:
+    """They come with a session or with a chunk; some can be had, and none is a fault of ours or the engine's end."""
+    as_json = {"Content-Type": "application/json"}
+    statuses: dict[str, set[int]] = {}
+    with client(streaming) as http:
+        for sampling in HOSTILE:
+            session = opened(http)
+            frame = f"{ROUTES}sessions/{session}/frame"
+            answers = [
+                http.post(frame, content=f'{{"text": "hi", "sampling": {sampling}}}', headers=as_json),
+                http.post(
+                    ROUTES + "sessions",
+                    content=f'{{"retention": {json.dumps(RETENTION)}, "sampling": {sampling}}}',
+                    headers=as_json,
+                ),
+            ]
+            if answers[1].status_code == httpx.codes.CREATED:
+                other = answers[1].json()["session_id"]
+                answers.append(pushed(http, other, "hi"))
+                http.delete(f"{ROUTES}sessions/{other}")
+            http.delete(f"{ROUTES}sessions/{session}")
+            statuses[sampling[:80]] = {answer.status_code for answer in answers}
+        assert {status for found in statuses.values() for status in found} <= {200, 201, 400, 409, 413, 422}, statuses
+        assert sum(400 in found or 422 in found for found in statuses.values()) > 20, statuses
+        assert http.get("/health").status_code == httpx.codes.OK
+        session = opened(http)
+        assert pushed(http, session, "hello").status_code == httpx.codes.OK
+        http.delete(f"{ROUTES}sessions/{session}")
+    completion(streaming, tiny_model)
+
+
+def test_a_reply_that_takes_too_long_ends_its_session_and_gives_its_blocks_back(
+    streaming: ServerProcess, tiny_model: Path
+) -> None:
+    [engine] = streaming.engines()
+    with client(streaming) as http:
+        session = opened(http, 180)
+        assert pushed(http, session, "hello").status_code == httpx.codes.OK
+        engine.suspend()
+        try:
+            late = pushed(http, session, "hello again")
+        finally:
+            engine.resume()
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "ended_reply_deadline"), late.text
+        after = pushed(http, session, "and now?")
+        assert (after.status_code, after.json()["error"]["code"]) == (409, "ended_reply_deadline"), after.text
+        assert http.get("/health").status_code == httpx.codes.OK
+        deadline_s = time.monotonic() + 10
+        while value(http, "kvpolicy:session_open{"):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        # The engine shows what it uses as of its last step, so it has to take one.
+        completion(streaming, tiny_model)
+        assert value(http, "vllm:kv_cache_usage_perc{") == 0
+
+
+def value(http: httpx.Client, name: str) -> float:
+    """Return the sum of the samples of ``/metrics`` that begin like this."""
+    found = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]
+    assert found, name
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
 def test_without_flags_of_ours_it_is_the_stock_server(tiny_model: Path, tmp_path: Path) -> None:
     """Also on the CPU build, where vLLM's own command does not start."""
     with running(tmp_path / "log", tiny_model) as server:
@@ -163,12 +276,61 @@ def doomed(tiny_model: Path, tmp_path: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_a_pending_push_is_answered_when_the_engine_dies(doomed: ServerProcess) -> None:
+def test_everything_under_way_ends_with_an_error_when_the_engine_is_killed(
+    doomed: ServerProcess, tiny_model: Path
+) -> None:
     [engine] = doomed.engines()
-    answer = ended_push(doomed, engine.kill)
-    assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE, answer.text
-    assert answer.json()["error"]["code"] == "ended_engine"
+    body = {"model": str(tiny_model), "prompt": [5] * 40, "max_tokens": 450, "ignore_eos": True}
+    with client(doomed) as http, ThreadPoolExecutor() as threads:
+        plain, streamed, idle = (opened(http, 180) for _ in range(3))
+        assert pushed(http, idle, "hello").status_code == httpx.codes.OK
+        ordinary = threads.submit(http.post, "/v1/completions", json=body)
+        push = threads.submit(pushed, http, plain, "hello")
+        with http.stream("POST", f"{ROUTES}sessions/{streamed}/frame", json={"text": "hi", "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith('data: {"text":')
+            assert http.get(f"{ROUTES}sessions/{plain}").json()["state"] == "pending"
+            assert not ordinary.done()
+            engine.kill()
+            killed_s = time.monotonic()
+            rest = list(lines)
+        answer = push.result(20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ended_engine"), answer.text
+        assert "event: error" in rest
+        assert '"ended_engine"' in rest[rest.index("event: error") + 1]
+        assert ordinary.result(20).status_code == httpx.codes.INTERNAL_SERVER_ERROR
+        # The server is on its way out, or gone already.
+        with contextlib.suppress(httpx.TransportError):
+            late = pushed(http, idle, "hello again")
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "ended_engine"), late.text
+        assert time.monotonic() - killed_s < 15
     assert doomed.wait_until_gone() == 1, doomed.text()
+
+
+def test_sessions_live_on_two_data_parallel_engines(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--enable-streaming", "--data-parallel-size", "2")
+    with (
+        running(tmp_path / "log", tiny_model, *flags) as server,
+        client(server) as http,
+        ThreadPoolExecutor() as threads,
+    ):
+        sessions = [opened(http, 9) for _ in range(4)]
+        for i in range(10):
+            answers = list(threads.map(partial(pushed, http, text=f"line {i}: the pump is running"), sessions))
+            assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
+            # All four hold the same, wherever they are.
+            assert len({answer.json()["text"] for answer in answers}) == 1
+        for session in sessions:
+            status = http.get(f"{ROUTES}sessions/{session}").json()
+            assert status["frames"] == 10
+            assert status["evictions"] > 0
+            assert status["blocks"] <= status["max_blocks"]
+        for rank in range(2):
+            assert value(http, f'vllm:prompt_tokens_total{{engine="{rank}"') > 0
+        for session in sessions:
+            assert http.delete(f"{ROUTES}sessions/{session}").json()["closed"] is True
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone() == 0, server.text()
 
 
 def test_a_server_with_a_policy_only_has_no_session_route(policy: ServerProcess, tiny_model: Path) -> None:
