@@ -71,10 +71,17 @@ def test_every_reason_comes_at_once_and_to_whom_it_belongs(tiny_model: Path) -> 
     diagnosis = doctor.diagnose((str(tiny_model), *USUAL, *flags.split(), "--kv-cache-dtype", "fp8"))
     sessions, policies = reasons(diagnosis)
     assert not diagnosis.is_good
-    assert all(part in sessions for part in ("--max-num-seqs 1", "--api-server-count 2", "max_sessions"))
+    assert all(part in sessions for part in ("--max-num-seqs 1", "--api-server-count 2", "--max-sessions"))
     assert all(part in policies for part in ("nonsense", "--api-server-count 2", "--kv-cache-dtype fp8"))
     assert "nonsense" not in sessions
-    assert "max_sessions" not in policies
+    assert "--max-sessions" not in policies
+
+
+def test_a_wrong_flag_of_ours_hides_nothing_else(tiny_model: Path) -> None:
+    flags = "--session-idle-timeout-s 0 --max-num-seqs 1 --enable-streaming"
+    sessions, policies = reasons(doctor.diagnose((str(tiny_model), *USUAL, *flags.split())))
+    assert "--session-idle-timeout-s" in policies
+    assert all(part in sessions for part in ("--session-idle-timeout-s", "--max-num-seqs 1"))
 
 
 @pytest.mark.parametrize(

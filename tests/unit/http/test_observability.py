@@ -10,9 +10,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
 
 from kvpolicy.adapters.http import log
+from kvpolicy.adapters.http.frontend import SessionFrontend
+from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.core.errors import ChunkRefusedError
 from tests.fakes.session_engine import FakeEngine
@@ -31,6 +34,7 @@ def _value(name: str, **labels: str) -> float:
 def test_the_metrics_follow_the_sessions() -> None:
     counters: list[tuple[str, dict[str, str]]] = [
         ("chunks_total", {}),
+        ("evictions_total", {}),
         ("evicted_tokens_total", {}),
         ("consolidations_total", {}),
         ("refused_chunks_total", {"code": "full"}),
@@ -72,7 +76,7 @@ def test_the_metrics_follow_the_sessions() -> None:
             assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [0, 0, 0]
             return [_value(name, **labels) - old for (name, labels), old in zip(counters, before, strict=True)]
 
-    assert asyncio.run(scenario()) == pytest.approx([3, 1376, 2, 1, 1, 1, 1, 1, 3, 0.03, 3, 0.06])
+    assert asyncio.run(scenario()) == pytest.approx([3, 2, 1376, 2, 1, 1, 1, 1, 1, 3, 0.03, 3, 0.06])
 
 
 @pytest.fixture
@@ -137,6 +141,19 @@ def test_the_access_log_of_the_server_shows_no_more_of_an_id(monkeypatch: pytest
     assert written(f"{path}{session_id}") == f"{head}{path}0rAV-dKG...{tail}"
     assert written(f"{path}short") == f"{head}{path}short{tail}"
     assert written("/v1/models") == f"{head}/v1/models{tail}"
+
+
+def test_the_access_log_shows_no_whole_id_wherever_the_routes_are(caplog: pytest.LogCaptureFixture) -> None:
+    """``kvpolicy serve`` and the endpoint plugin both attach a frontend."""
+    access = logging.getLogger("uvicorn.access")
+    for found in access.filters[:]:
+        access.removeFilter(found)
+    SessionFrontend(ServerSettings()).attach(FastAPI())
+    path = f"{SESSIONS}/0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE/frame"
+    with caplog.at_level(logging.INFO, logger="uvicorn.access"):
+        access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "POST", path, "1.1", 200)
+    assert f"{SESSIONS}/0rAV1dKG.../frame" in caplog.text
+    assert "0rAV1dKGM" not in caplog.text
 
 
 def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:
