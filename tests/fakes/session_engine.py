@@ -144,6 +144,7 @@ class FakeSession:
             num_reply_tokens=self._stats.num_reply_tokens + num_tokens,
             resident_tokens=resident,
             num_blocks=-(-resident // 16),
+            num_evictions=self._stats.num_evictions + (wanted > resident),
             num_evicted_tokens=self._stats.num_evicted_tokens + wanted - resident,
             num_consolidations=self._stats.num_consolidations + self._engine.consolidates,
             segments=(SegmentView("anchor", num_tokens), SegmentView("content", resident - num_tokens)),
@@ -203,7 +204,7 @@ class FakeEngine:
             for session in self.sessions:
                 session.break_down(error)
 
-    def open_session(
+    async def open_session(
         self,
         *,
         system_prompt: str | None,

@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
 from kvpolicy.adapters.vllm.v0_28.wire import (
     INTERNAL_KEY,
@@ -104,9 +104,7 @@ class SteppedEngine:
 
             config = AsyncEngineArgs(**options).create_engine_config()
         else:
-            config = checked_config(
-                session_engine_args(options, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
-            )
+            config = checked_config(options, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
         self.config = config
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self.events = RecordedEvents()

@@ -11,6 +11,7 @@ import pytest
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.core.errors import (
@@ -31,6 +32,8 @@ from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from vllm.outputs import RequestOutput
 
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
 T = TypeVar("T")
@@ -470,6 +473,27 @@ def test_an_input_stream_that_raises_ends_with_its_own_exception(engine: AsyncLL
         run(use(num_chunks))
 
 
+def test_closing_does_not_cancel_the_message_that_ends_the_session(
+    engine: AsyncLLM, run: Run[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock vLLM forgets the task that sends it as soon as the input has ended, so that nobody can."""
+    send = engine.engine_core.add_request_async
+
+    async def slowly(request: Any) -> None:
+        await asyncio.sleep(0)
+        await send(request)
+
+    async def use() -> None:
+        monkeypatch.setattr(engine.engine_core, "add_request_async", slowly)
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(2)) as session:
+            await session.push([5] * 20)
+        while engine._streams:
+            await asyncio.sleep(0)
+        assert await num_missing_blocks(engine) == 0
+
+    run(use())
+
+
 def test_a_configuration_without_our_classes_is_refused(tiny_model: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -484,7 +508,18 @@ def test_a_priority_is_an_integer(engine: AsyncLLM, priority: Any) -> None:
 
 
 async def shut_down_under_a_push(engine: AsyncLLM) -> None:
-    """Whoever waits for a reply is told, and closing works."""
+    """Whoever waits for a reply is told, or for a stream that the engine has not heard of; and closing works."""
+
+    async def never() -> AsyncGenerator[StreamingInput, None]:
+        await asyncio.sleep(10 * PATIENCE_S)
+        yield StreamingInput(prompt="never")
+
+    async def first_output() -> RequestOutput:
+        return await anext(engine.generate(never(), exact(2), "nothing yet"))
+
+    waiting = asyncio.create_task(first_output())
+    while not engine._streams:
+        await asyncio.sleep(0.01)
     session = engine.open_session(retention=WINDOW, sampling_params=exact(150))
     while True:
         push = asyncio.create_task(session.push([5] * 20))
@@ -495,6 +530,8 @@ async def shut_down_under_a_push(engine: AsyncLLM) -> None:
     engine.shutdown()
     with pytest.raises(SessionFailedError, match="engine"):
         await asyncio.wait_for(push, PATIENCE_S)
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(waiting, PATIENCE_S)
     await asyncio.wait_for(session.close(), PATIENCE_S)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvpolicy.adapters import vllm as adapter
 from kvpolicy.adapters.vllm import LLM, AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, policy_arguments, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, policy_arguments
 from tests.models import tiny_llama
 from tests.pages import ROOT, Block, python_blocks, python_pages
 
@@ -63,7 +63,7 @@ def make_engine(engine: AsyncLLM, model: Path, monkeypatch: pytest.MonkeyPatch) 
                 assert value <= SHARED[name]
             else:
                 assert value == (SHARED | UNSEEN).get(name), f"{name}: the shared engine has another value"
-        checked_config(session_engine_args({**arguments, "model": str(model)}, max_sessions=max_sessions))
+        checked_config({**arguments, "model": str(model)}, max_sessions=max_sessions)
         return engine
 
     monkeypatch.setattr(adapter, "AsyncLLM", make)

@@ -59,15 +59,29 @@ def test_without_a_model_the_engine_alone_is_looked_at() -> None:
     assert "none given" in {fact.name: fact.found for fact in diagnosis.facts}["model"]
 
 
+def test_what_is_not_installed_is_a_reason_against_sessions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    sessions, policies = reasons(doctor.diagnose(()))
+    assert "kvpolicy[server]" in sessions
+    assert policies == ""
+
+
 def test_every_reason_comes_at_once_and_to_whom_it_belongs(tiny_model: Path) -> None:
     flags = "--max-num-seqs 1 --api-server-count 2 --enable-streaming --max-sessions 5 --kv-cache-policy nonsense"
     diagnosis = doctor.diagnose((str(tiny_model), *USUAL, *flags.split(), "--kv-cache-dtype", "fp8"))
     sessions, policies = reasons(diagnosis)
     assert not diagnosis.is_good
-    assert all(part in sessions for part in ("--max-num-seqs 1", "--api-server-count 2", "max_sessions"))
+    assert all(part in sessions for part in ("--max-num-seqs 1", "--api-server-count 2", "--max-sessions"))
     assert all(part in policies for part in ("nonsense", "--api-server-count 2", "--kv-cache-dtype fp8"))
     assert "nonsense" not in sessions
-    assert "max_sessions" not in policies
+    assert "--max-sessions" not in policies
+
+
+def test_a_wrong_flag_of_ours_hides_nothing_else(tiny_model: Path) -> None:
+    flags = "--session-idle-timeout-s 0 --max-num-seqs 1 --enable-streaming"
+    sessions, policies = reasons(doctor.diagnose((str(tiny_model), *USUAL, *flags.split())))
+    assert "--session-idle-timeout-s" in policies
+    assert all(part in sessions for part in ("--session-idle-timeout-s", "--max-num-seqs 1"))
 
 
 @pytest.mark.parametrize(

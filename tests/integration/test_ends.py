@@ -93,7 +93,9 @@ def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: Stepp
         session.push(next(chunks))
     pool = engine.scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
-    assert len(engine.complete([5] * 20).token_ids) == 4
+    engine.send("behind", [5] * 20, resumable=False)
+    engine.run_until(lambda: engine.is_answered("behind"), limit=20)
+    assert len(engine.answer("behind").token_ids) == 4
     engine.run_to_rest()
     assert session.record.state is SessionState.PARKED
     if has_company:

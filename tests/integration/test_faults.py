@@ -235,6 +235,7 @@ def test_a_producer_that_is_cancelled_ends_the_session(engine: Any, runner: asyn
         (chunk([999_999]), "unusable_chunk"),
         (chunk([9] * 5, delta(logprobs=1000)), "unusable_chunk"),
         (chunk([9] * 5, delta(stop=["x"])), "unsupported_parameters"),
+        (chunk([9] * 5, delta(stop_token_ids=[320])), "unsupported_parameters"),
         (chunk([9] * 5, SamplingParams(n=2, max_tokens=4)), "unsupported_parameters"),
         (chunk([9] * 5, delta(prompt_logprobs=1)), "unsupported_parameters"),
     ],
@@ -287,6 +288,15 @@ def test_values_of_other_types_cost_a_chunk(
     expected = [(4, None)] * 4
     expected.insert(place, (0, f"kvpolicy:{code}"))  # type: ignore[arg-type]
     assert [(len(tokens), stop) for tokens, _, stop in heard.replies] == expected
+
+
+@OURS
+def test_a_stop_token_that_does_not_exist_cannot_stop_the_engine(engine: Any, runner: asyncio.Runner) -> None:
+    """With a shortest reply, vLLM looks it up in the logits of the whole batch."""
+    for token in (320, 1 << 40, -321):
+        bad = chunk([9] * 5, delta(min_tokens=2, stop_token_ids=[token]))
+        heard = hear(runner, engine, stream_of(bad, chunk([9] * 5)), delta(), f"stop {token}")
+        assert [stop for _, _, stop in heard.replies] == ["kvpolicy:unsupported_parameters", None]
 
 
 @OURS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvpolicy.adapters.vllm import adapter_package
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
 from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, PrivateName, surface_errors
 from kvpolicy.core.errors import PolicyUsageError, UnsupportedEngineError
@@ -48,7 +48,7 @@ def test_only_known_versions_are_taken() -> None:
 
 
 def test_a_good_configuration_passes_with_our_classes_in_it(tiny_model: Path) -> None:
-    config = checked_config(session_engine_args(options(tiny_model), max_sessions=3))
+    config = checked_config(options(tiny_model), max_sessions=3)
     assert config.scheduler_config.scheduler_cls == "kvpolicy.adapters.vllm.v0_28.scheduler.SessionScheduler"
     assert config.parallel_config.worker_cls == "kvpolicy.adapters.vllm.v0_28.worker.PolicyCPUWorker"
     assert config.scheduler_config.async_scheduling is False
@@ -57,7 +57,7 @@ def test_a_good_configuration_passes_with_our_classes_in_it(tiny_model: Path) ->
 
 def test_our_own_arguments_cannot_be_overridden(tiny_model: Path) -> None:
     with pytest.raises(PolicyUsageError) as caught:
-        session_engine_args(options(tiny_model, async_scheduling=True, scheduler_cls="mine", worker_cls="mine"))
+        checked_config(options(tiny_model, async_scheduling=True, scheduler_cls="mine", worker_cls="mine"))
     assert [reason.split(":")[0] for reason in caught.value.reasons] == [
         "scheduler_cls",
         "worker_cls",
@@ -65,12 +65,21 @@ def test_our_own_arguments_cannot_be_overridden(tiny_model: Path) -> None:
     ]
 
 
+def test_what_kvpolicy_sets_hides_no_other_reason(tiny_model: Path) -> None:
+    wrong = options(tiny_model, async_scheduling=True, additional_config="x", max_num_seqs=1, kv_cache_dtype="fp8")
+    with pytest.raises(PolicyUsageError) as caught:
+        checked_config(wrong, kv_cache_policy={"type": {1, 2}})
+    text = str(caught.value)
+    for what in ("async_scheduling", "additional_config", "that JSON has", "--max-num-seqs", "--kv-cache-dtype fp8"):
+        assert what in text
+    with pytest.raises(PolicyUsageError, match=r"(?s)async_scheduling.*engine configuration"):
+        checked_config({**wrong, "max_model_len": -5})
+
+
 def test_all_reasons_come_at_once_and_name_the_flag(tiny_model: Path) -> None:
     with pytest.raises(PolicyUsageError) as caught:
         checked_config(
-            session_engine_args(
-                options(tiny_model, max_num_seqs=1, prefix_match_unit=8, block_size=16, enable_chunked_prefill=False)
-            )
+            options(tiny_model, max_num_seqs=1, prefix_match_unit=8, block_size=16, enable_chunked_prefill=False)
         )
     text = str(caught.value)
     for flag in ("--max-num-seqs", "--prefix-match-unit", "--no-enable-chunked-prefill"):
@@ -80,12 +89,12 @@ def test_all_reasons_come_at_once_and_name_the_flag(tiny_model: Path) -> None:
 @pytest.mark.parametrize("max_sessions", [0, 256, "3", True])
 def test_max_sessions_stays_below_the_slots(tiny_model: Path, max_sessions: Any) -> None:
     with pytest.raises(PolicyUsageError, match="max_sessions"):
-        checked_config(session_engine_args(options(tiny_model, max_num_seqs=8), max_sessions=max_sessions))
+        checked_config(options(tiny_model, max_num_seqs=8), max_sessions=max_sessions)
 
 
 def test_an_unknown_option_is_named(tiny_model: Path) -> None:
     with pytest.raises(PolicyUsageError, match="unknown key 'max_session'; known keys: max_sessions"):
-        checked_config(session_engine_args(options(tiny_model, additional_config={"kvpolicy": {"max_session": 1}})))
+        checked_config(options(tiny_model, additional_config={"kvpolicy": {"max_session": 1}}))
 
 
 class Changed:
@@ -125,7 +134,7 @@ class Changed:
     ],
 )
 def test_each_guard(tiny_model: Path, name: str, value: object, flag: str) -> None:
-    config = checked_config(session_engine_args(options(tiny_model)))
+    config = checked_config(options(tiny_model))
     errors = config_errors(Changed(config, {name: value}))
     assert len(errors) == 1
     assert flag in errors[0]
@@ -141,7 +150,7 @@ def test_each_guard(tiny_model: Path, name: str, value: object, flag: str) -> No
     ],
 )
 def test_each_guard_of_policies_alone(tiny_model: Path, name: str, value: object, flag: str) -> None:
-    config = checked_config(session_engine_args(options(tiny_model)))
+    config = checked_config(options(tiny_model))
     errors = compaction_errors(Changed(config, {name: value}))
     assert len(errors) == 1
     assert flag in errors[0]
@@ -151,7 +160,7 @@ def test_the_cache_must_be_full_attention_in_one_group(tiny_model: Path) -> None
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    config = checked_config(session_engine_args(options(tiny_model)))
+    config = checked_config(options(tiny_model))
     full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     sliding = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64)
 

@@ -262,6 +262,7 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
     assert grown("chunks_total") == grown("chunk_ttft_seconds_count") == NUM_TURNS
     assert grown("chunk_ttft_seconds_sum") == pytest.approx(sum(reply.ttft_s for reply in replies))
     assert grown("chunk_latency_seconds_sum") == pytest.approx(sum(reply.latency_s for reply in replies))
+    assert grown("evictions_total") == status.evictions
     assert grown("evicted_tokens_total") == num_evicted
     assert grown("consolidations_total") == status.consolidations
     assert grown("closes_total[client]") == 1

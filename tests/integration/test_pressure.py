@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -199,19 +199,17 @@ def test_whatever_one_session_raises_ends_that_session_only(
     engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R.13: a fault in every hook, one at a time."""
-    for fault in ("fold", "stopped", "first_token", "preempted", "park", "consolidate_if_due"):
+    for fault in ("fold", "stopped", "first_token", "preempted", "park", "consolidate_if_due", "rope_shift"):
         victim = SteppedSession(engine, f"victim-{fault}", retention=WINDOW)
         other = SteppedSession(engine, "other", retention=WINDOW)
         victim.push([7] * 20)
         other.push([9] * 20)
         stock = getattr(type(engine.scheduler.sessions), fault)
 
-        def broken(
-            book: object, record: object, *args: object, stock: object = stock, victim_id: str = victim.id
-        ) -> object:
-            if record.request.request_id == victim_id:  # type: ignore[attr-defined]
+        def broken(book: object, record: Any, *args: object, stock: Any = stock, victim_id: str = victim.id) -> object:
+            if (record if isinstance(record, str) else record.request.request_id) == victim_id:
                 raise RuntimeError("a fault")
-            return stock(book, record, *args)  # type: ignore[operator]
+            return stock(book, record, *args)
 
         with monkeypatch.context() as patch:
             patch.setattr(type(engine.scheduler.sessions), fault, broken)
@@ -236,4 +234,41 @@ def test_whatever_one_session_raises_ends_that_session_only(
         assert engine.scheduler.num_waiting_for_streaming_input == (other.record.state is SessionState.IDLE), fault
         assert len(other.push([9] * 20).token_ids) == 4
         other.close()
+    assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+@pytest.mark.parametrize("fault", ["close", "fail"])
+def test_a_fault_in_what_notes_the_end_of_a_session_hinders_nothing(
+    engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    free = engine.num_free_blocks()
+    session = SteppedSession(engine, "session", retention=WINDOW)
+    session.push([7] * 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.scheduler.sessions.events), "emit", broken)
+        if fault == "fail":
+            patch.setattr(type(engine.scheduler.sessions), "fold", broken)
+            assert session.push([7] * 20).finish_reason == "error"
+        else:
+            session.close()
+    engine.outputs.pop(session.id, None)
+    assert session.id not in engine.scheduler.requests
+    assert session.id not in engine.scheduler.sessions.records
+    assert engine.num_free_blocks() == free
+    assert len(engine.complete([5, 6]).token_ids) == 4
+
+
+@pytest.mark.parametrize(("chunk", "min_tokens", "code"), [(0, 237, "not_admitted"), (1, 214, "context_exhausted")])
+def test_a_shortest_reply_beyond_the_context_is_refused(
+    engine: SteppedEngine, chunk: int, min_tokens: int, code: str
+) -> None:
+    """The stock engine does not look at the context limit before the shortest reply is complete."""
+    session = SteppedSession(engine, "session", retention=None)
+    for _ in range(chunk):
+        session.push([7] * 20)
+    answer = session.push([7] * 20, max_tokens=600, min_tokens=min_tokens)
+    assert (answer.finish_reason, answer.stop_reason) == ("error", f"kvpolicy:{code}")
     assert len(engine.complete([5, 6]).token_ids) == 4

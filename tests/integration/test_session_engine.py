@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +17,24 @@ from kvpolicy.adapters.vllm import AsyncLLM, endpoint_plugin
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
+from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 from tests.integration.live import engine_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvpolicy.adapters.vllm.v0_28.session_engine import OpenSession
 
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
-NUM_TOKEN_IDS = 320
 
 
 @pytest.fixture(scope="module")
 def started(runner: asyncio.Runner, tiny_model: Path) -> Iterator[AsyncLLM]:
     async def start() -> AsyncLLM:
-        return AsyncLLM(**engine_options(tiny_model))
+        return AsyncLLM(**engine_options(tiny_model, served_model_name="tiny"))
 
     engine = runner.run(start())
     yield engine
@@ -45,19 +46,21 @@ def engine(started: AsyncLLM) -> SessionEngine:
     return SessionEngine(started)
 
 
-def opened(
+async def opened(
     engine: SessionEngine,
     *,
     retention: dict[str, Any] | None = WINDOW,
     sampling: dict[str, Any] | None = None,
     system_prompt: str | None = None,
 ) -> OpenSession:
-    return engine.open_session(system_prompt=system_prompt, retention=retention, sampling=sampling or {}, priority=0)
+    return await engine.open_session(
+        system_prompt=system_prompt, retention=retention, sampling=sampling or {}, priority=0
+    )
 
 
-def test_the_facts_are_the_engines(engine: SessionEngine, tiny_model: Path) -> None:
+def test_the_facts_are_the_engines(engine: SessionEngine) -> None:
     facts = engine.facts()
-    assert facts.model == str(tiny_model)
+    assert facts.model == "tiny"
     assert (facts.block_size, facts.context_limit, facts.trained_range) == (16, 512, 2048)
     assert facts.num_pool_blocks == 199
     assert facts.max_sessions == 7
@@ -65,14 +68,13 @@ def test_the_facts_are_the_engines(engine: SessionEngine, tiny_model: Path) -> N
     assert engine.failure() is None
 
 
-def test_the_server_may_know_more_names_of_the_model(started: AsyncLLM, tiny_model: Path) -> None:
-    first = str(tiny_model)
-    assert SessionEngine(started, [first, "tiny"]).facts().model_names == (first, "tiny")
+def test_the_server_may_know_more_names_of_the_model(started: AsyncLLM) -> None:
+    assert SessionEngine(started, ["tiny", "small"]).facts().model_names == ("tiny", "small")
 
 
 def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, runner: asyncio.Runner) -> None:
     async def use() -> None:
-        session = opened(engine, sampling={"max_tokens": 9, "ignore_eos": True}, system_prompt="You watch a log.")
+        session = await opened(engine, sampling={"max_tokens": 9, "ignore_eos": True}, system_prompt="You watch a log.")
         assert session.max_blocks == 17
         pieces: list[str] = []
         for i in range(30):
@@ -98,38 +100,105 @@ def test_a_session_stays_within_the_blocks_that_it_said(engine: SessionEngine, r
     runner.run(use())
 
 
-def test_without_retention_the_context_bounds_it(engine: SessionEngine) -> None:
-    session = opened(engine, retention=None)
+def test_without_retention_the_context_bounds_it(engine: SessionEngine, runner: asyncio.Runner) -> None:
+    session = runner.run(opened(engine, retention=None))
     assert (session.max_blocks, session.retention) == (512 // 16, None)
 
 
-def test_a_session_says_which_budgets_the_engine_uses(engine: SessionEngine) -> None:
-    session = opened(engine, retention={"min_total_tokens": 64}, sampling={"max_tokens": 9})
+def test_a_session_says_which_budgets_the_engine_uses(engine: SessionEngine, runner: asyncio.Runner) -> None:
+    session = runner.run(opened(engine, retention={"min_total_tokens": 64}, sampling={"max_tokens": 9}))
     assert session.retention is not None
     # floor(0.7 * 512) - 9 - 2 * 16, the context limit's share
     assert (session.retention["total_tokens"], session.retention["content_segments"]) == (317, 30)
     assert session._session._params.extra_args == {RETENTION_KEY: session.retention}
 
 
-def test_what_cannot_be_is_refused_at_once_with_every_reason(engine: SessionEngine, started: AsyncLLM) -> None:
-    with pytest.raises(PolicyUsageError) as caught:
-        opened(
-            engine,
+def test_what_cannot_be_is_refused_at_once_with_every_reason(
+    engine: SessionEngine, started: AsyncLLM, runner: asyncio.Runner
+) -> None:
+    def reasons(**wanted: Any) -> tuple[str, ...]:
+        with pytest.raises(PolicyUsageError) as caught:
+            runner.run(opened(engine, **wanted))
+        return caught.value.reasons
+
+    text = "\n".join(
+        reasons(
             retention={"total_tokens": 4000, "nonsense": 1},
             sampling={"temperature": "hot", "heat": 1, "seed": 1 << 70},
         )
-    text = str(caught.value)
+    )
     for part in ("nonsense", "sampling.temperature", "sampling.heat", "sampling.seed"):
         assert part in text
-    with pytest.raises(PolicyUsageError) as caught:
-        opened(engine, retention={"total_tokens": 4000})
-    assert len(caught.value.reasons) == 3  # context limit, trained range, pool
-    with pytest.raises(PolicyUsageError, match="first chunk"):
-        opened(engine, system_prompt="word " * 300)
-    with pytest.raises(PolicyUsageError) as caught:
-        opened(engine, retention={"total_tokens": 4000}, sampling={"stop": ["x"], "prompt_logprobs": 1})
-    assert len(caught.value.reasons) == 5
+    assert len(reasons(retention={"total_tokens": 4000})) == 3  # context limit, trained range, pool
+    assert any("first chunk" in reason for reason in reasons(system_prompt="word " * 300))
+    assert len(reasons(retention={"total_tokens": 4000}, sampling={"stop": ["x"], "prompt_logprobs": 1})) == 5
+    assert any("max_tokens" in reason for reason in reasons(sampling={"max_tokens": 300}))
+    wrong: Any = "high"
+    with pytest.raises(PolicyUsageError, match="priority"):
+        runner.run(engine.open_session(system_prompt=None, retention=WINDOW, sampling={}, priority=wrong))
     assert not started.output_processor.request_states
+
+
+def test_replies_are_greedy_and_short_unless_something_else_is_asked_for(engine: SessionEngine) -> None:
+    params = engine.sampling_params({})
+    assert (params.temperature, params.max_tokens) == (0.0, 24)
+
+
+def slowly(tokens: list[list[int]], encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Return what encodes as a tokenizer does that needs long for any text, and keep what it returned."""
+
+    def encode_slowly(encoder: TurnEncoder, text: str) -> list[int]:
+        time.sleep(0.3)
+        tokens.append(encode(encoder, text))
+        return tokens[-1]
+
+    return encode_slowly
+
+
+def test_the_loop_goes_on_while_a_long_system_prompt_is_encoded(
+    engine: SessionEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[list[int]] = []
+    monkeypatch.setattr(TurnEncoder, "encode", slowly(encoded, TurnEncoder.encode))
+    ticks: list[int] = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(len(encoded))
+            await asyncio.sleep(0.01)
+
+    async def use(system_prompt: str, total: int) -> None:
+        ticker = asyncio.create_task(tick())
+        try:
+            # Too long for the budget, which only its tokens show; and a session that opens and is pushed to.
+            with pytest.raises(PolicyUsageError, match="first chunk"):
+                await opened(engine, system_prompt=system_prompt, retention={**WINDOW, "total_tokens": total})
+            session = await opened(engine, system_prompt=system_prompt, retention=None)
+            with pytest.raises(ChunkRefusedError, match="chunk_too_long"):
+                await session.push("hello")
+            await session.close()
+        finally:
+            ticker.cancel()
+
+    runner.run(use("x" * 4500, 480))
+    assert [len(tokens) > 4000 for tokens in encoded] == [True, True]
+    assert ticks.count(0) > 5
+    assert ticks.count(1) > 5
+
+
+def test_a_system_prompt_that_never_fits_is_refused_by_its_characters(
+    engine: SessionEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By those of the budget, before any of it is made into tokens, and with every other reason."""
+
+    def encode(*_: object, **__: object) -> None:
+        raise AssertionError("it was made into tokens")
+
+    monkeypatch.setattr(engine._engine._turn_tokenizer, "encode", encode)
+    with pytest.raises(PolicyUsageError) as caught:
+        runner.run(opened(engine, system_prompt="x" * 4500, sampling={"heat": 1}))
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["sampling.heat", "system_prompt"]
+    assert "got 4500" in caught.value.reasons[1]
 
 
 @pytest.mark.parametrize(
@@ -148,14 +217,14 @@ def test_what_cannot_be_is_refused_at_once_with_every_reason(engine: SessionEngi
         ('{"_eos_token_id": 3}', "unknown field"),
     ],
 )
-def test_sampling_that_anybody_may_send(value: str, reason: str) -> None:
+def test_sampling_that_anybody_may_send(engine: SessionEngine, value: str, reason: str) -> None:
     with pytest.raises(PolicyUsageError, match=reason):
-        sampling_params_from(json.loads(value), defaults={}, num_token_ids=NUM_TOKEN_IDS)
+        engine.sampling_params(json.loads(value))
 
 
 def test_sampling_from_json() -> None:
     given = {"temperature": 1, "logit_bias": {"3": 2}, "stop_token_ids": [7], "seed": None}
-    params = sampling_params_from(given, defaults={"max_tokens": 24}, num_token_ids=NUM_TOKEN_IDS)
+    params = sampling_params_from(given, defaults={"max_tokens": 24})
     assert (params.temperature, params.max_tokens, params.logit_bias, params.stop_token_ids, params.seed) == (
         1.0,
         24,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvpolicy.adapters.vllm import adapter_package
 from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
-from kvpolicy.core.errors import EngineContractError, PolicyUsageError
+from kvpolicy.core.errors import EngineContractError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,19 +64,17 @@ def _diagnosis(arguments: Sequence[str]) -> Diagnosis:
     try:
         doctor = importlib.import_module(f"{adapter_package()}.doctor")
         diagnosis: Diagnosis = doctor.diagnose(arguments)
-    except PolicyUsageError as error:
-        return _nothing("flags", error.reasons)
     # No vLLM, one for which there is no adapter, or one that does not fit the machine.
     except (ImportError, EngineContractError) as error:
-        return _nothing("vLLM", (str(error),))
+        return _nothing(str(error))
     return diagnosis
 
 
-def _nothing(name: str, reasons: tuple[str, ...]) -> Diagnosis:
+def _nothing(reason: str) -> Diagnosis:
     """Return the diagnosis where nothing can work."""
     return Diagnosis(
-        facts=(Fact(name, "not usable, see below", is_good=False),),
+        facts=(Fact("vLLM", "not usable, see below", is_good=False),),
         verdicts=tuple(
-            Verdict(name=what, is_asked_for=True, reasons=reasons) for what in ("A: bounded sessions", "B: policies")
+            Verdict(name=what, is_asked_for=True, reasons=(reason,)) for what in ("A: bounded sessions", "B: policies")
         ),
     )

@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 @frozen
 class ChunkShape:
-    """The size of a chunk, of the longest reply to it, and its media."""
+    """The size of a chunk, of the longest and the shortest reply to it, and its media."""
 
     num_tokens: int
     max_tokens: int
+    min_tokens: int = field(default=1, kw_only=True)
     media: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         reject(
             integer_errors("chunk.num_tokens", self.num_tokens, 0)
             + integer_errors("chunk.max_tokens", self.max_tokens, 1)
+            + integer_errors("chunk.min_tokens", self.min_tokens, 1)
             + media_errors("chunk.media", self.media)
         )
 
@@ -115,7 +117,7 @@ def plan_fold(  # noqa: PLR0913 - what the decision depends on, all of it
     and the longest reply exceed the total. Afterwards, if the highest position of the chunk and its reply
     would pass the threshold, the window is consolidated. Refused are an empty chunk ("empty_chunk"), one that
     would not fit even if everything unpinned went ("chunk_too_long"), and one that the engine's context
-    cannot hold ("context_exhausted").
+    cannot hold ("context_exhausted"). Without a budget see ``dense_refusal``.
 
     With a total of 1024, blocks of 16, an anchor of 100 tokens, content [100, 700) and a reply [700, 1000),
     all computed, a chunk of 50 with a reply of up to 24 needs 1074. The content goes: [112, 688) is freed,
@@ -227,8 +229,7 @@ def _refusal(
     if chunk.num_tokens == 0:
         return Refuse("empty_chunk", "chunk: expected at least one token, got 0")
     if budget is None:
-        # One token of the reply has to fit, too.
-        return _context_refusal(ledger.num_tokens + chunk.num_tokens + 1, limits.context_limit)
+        return dense_refusal(ledger.num_tokens, chunk, limits)
     total, pinned, reserve = budget.require_total(), ledger.log.num_pinned, 2 * limits.block_size
     needed = pinned + chunk.num_tokens + chunk.max_tokens + reserve
     if needed <= total:
@@ -240,6 +241,27 @@ def _refusal(
         f"{chunk.max_tokens} and {reserve} for two blocks are {needed}, expected at most budget.total_tokens "
         f"{total}; send a chunk of at most {most} tokens, lower max_tokens or raise the budget",
     )
+
+
+def dense_refusal(num_held: int, chunk: ChunkShape, limits: SessionLimits) -> Refuse | None:
+    """Return why a session that keeps all of its ``num_held`` tokens cannot take a chunk in, None if it can.
+
+    The context limit cuts a reply short, but not below the shortest one that was asked for. A pool that is smaller
+    than the context cuts nothing: a request that does not fit into it waits for ever, and all others behind it. With
+    a context of 512 and 20 blocks of 16, 300 tokens and a chunk of 8 leave room for a reply of 12.
+    """
+    num_tokens = num_held + chunk.num_tokens
+    refusal = _context_refusal(num_tokens + chunk.min_tokens, limits.context_limit)
+    pool_tokens = limits.num_pool_blocks * limits.block_size
+    needed = min(num_tokens + chunk.max_tokens, limits.context_limit)
+    if refusal is None and needed > pool_tokens:
+        refusal = Refuse(
+            "chunk_too_long",
+            f"chunk: the session would need {needed} tokens with it and a reply of max_tokens {chunk.max_tokens}, "
+            f"expected at most the {pool_tokens} that the KV cache holds; send less, lower max_tokens or use a "
+            "retention budget",
+        )
+    return refusal
 
 
 def _context_refusal(num_tokens: int, context_limit: int) -> Refuse | None:

@@ -78,11 +78,17 @@ def test_all_reasons_come_at_once_and_name_the_flag() -> None:
     assert rest == {"port": None}
 
 
-def test_a_value_of_the_wrong_type_is_said_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_that_may_be_none_can_be_set_to_it() -> None:
+    options, _ = parsed("--enable-streaming", "--session-max-inflight-bytes", "none")
+    assert options.settings.max_inflight_bytes is None
+
+
+@pytest.mark.parametrize("value", ["many", "none"])
+def test_a_value_of_the_wrong_type_is_said_by_the_parser(capsys: pytest.CaptureFixture[str], value: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        parsed("--session-max-body-bytes", "many")
+        parsed("--session-max-body-bytes", value)
     assert caught.value.code == 2
-    assert "--session-max-body-bytes: invalid int value: 'many'" in capsys.readouterr().err
+    assert f"--session-max-body-bytes: invalid int value: '{value}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor"])

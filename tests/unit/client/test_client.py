@@ -19,6 +19,7 @@ from kvpolicy.client import (
     SessionClient,
     SessionConnectionError,
 )
+from kvpolicy.client.exchange import DEFAULT_TIMEOUT
 from kvpolicy.client.values import Segment
 from kvpolicy.core.errors import (
     CapacityError,
@@ -31,7 +32,7 @@ from tests.fakes.session_engine import FakeEngine
 from tests.unit.http.serving import image_bytes, loopback, make_app, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 
 @pytest.fixture
@@ -63,14 +64,15 @@ def test_a_session_from_opening_to_closing(engine: FakeEngine, client: SessionCl
         assert list(session.stream("three four")) == ["three ", "four "]
         assert session.last_reply is not None
         assert (session.last_reply.text, session.last_reply.frame_index) == ("three four ", 3)
+        assert session.push("five six", sampling={"seed": 2}).frame_index == 4
         status = session.status()
-        assert (status.state, status.frames, status.session_id) == ("idle", 4, session.id)
+        assert (status.state, status.frames, status.session_id) == ("idle", 5, session.id)
         assert status.segments[0] == Segment("anchor", 2)
     assert session.status().state == "ended"
     assert session.close() is True
     assert not engine.live
-    assert engine.sessions[0].samplings[2] is not None
-    assert engine.sessions[0].samplings[2]["seed"] == 1
+    assert [sampling and sampling["seed"] for sampling in engine.sessions[0].samplings] == [None, None, 1, None, 2]
+    assert (engine.opened[0]["system_prompt"], engine.opened[0]["priority"]) == ("Be short.", 2)
 
 
 def test_what_is_unset_is_left_to_the_server_and_none_is_a_value(client: SessionClient) -> None:
@@ -84,6 +86,8 @@ def test_what_is_unset_is_left_to_the_server_and_none_is_a_value(client: Session
 def test_errors_of_the_server_are_errors_of_the_core(engine: FakeEngine, client: SessionClient) -> None:
     with pytest.raises(PolicyUsageError, match="unknown key 'total_token'"):
         client.open(retention={"total_token": 5})
+    with pytest.raises(PolicyUsageError, match="model: expected fake-model"):
+        client.open(model="another")
     with client.open(retention={"total_tokens": 1024}) as session:
         with client.open(retention={"total_tokens": 1024}), pytest.raises(CapacityError, match="at most 2 may be"):
             client.open()
@@ -110,6 +114,8 @@ def test_a_session_that_was_closed_elsewhere(client: SessionClient) -> None:
     session.close()
     with pytest.raises(SessionClosedError, match="its client closed it"):
         session.push("hi")
+    with pytest.raises(SessionClosedError, match="its client closed it"):
+        list(session.stream("hi"))
     session.id = "another"
     with pytest.raises(SessionApiError, match="404 unknown_session") as caught:
         session.push("hi")
@@ -173,8 +179,8 @@ PATH_OF_A_SECRET = "/v1/streaming/sessions/0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE"
 OPENED = {"session_id": "s", "model": "m", "max_blocks": 1, "retention": None, "sampling": {}}
 
 
-def _scripted(*script: httpx.Response | Exception) -> tuple[SessionClient, list[httpx.Request]]:
-    """Return a client whose requests, after the opening, meet the script."""
+def _script(*script: httpx.Response | Exception) -> tuple[httpx.MockTransport, list[httpx.Request]]:
+    """Return a server whose answers, after the opening, are the script; and what it is asked."""
     requests: list[httpx.Request] = []
     answers: list[Any] = [httpx.Response(201, json=OPENED), *script]
 
@@ -187,8 +193,13 @@ def _scripted(*script: httpx.Response | Exception) -> tuple[SessionClient, list[
         assert isinstance(answer, httpx.Response)
         return answer
 
-    client = SessionClient("http://test", api_key="key", transport=httpx.MockTransport(handle))
-    return client, requests
+    return httpx.MockTransport(handle), requests
+
+
+def _scripted(*script: httpx.Response | Exception) -> tuple[SessionClient, list[httpx.Request]]:
+    """Return a client whose requests, after the opening, meet the script."""
+    transport, requests = _script(*script)
+    return SessionClient("http://test", api_key="key", transport=transport), requests
 
 
 def test_every_request_has_the_key_and_the_same_routing_key() -> None:
@@ -244,13 +255,14 @@ def test_opening_does_not_try_for_ever_nor_with_a_key_of_its_own_choice(monkeypa
     with pytest.raises(SessionFailedError, match="nobody listens"):
         SessionClient("http://test", transport=transport).open()
     assert len(set(keys)) == len(keys) == 64
-    monkeypatch.setattr("kvpolicy.client.exchange._OPENING_S", 0.0)
-    transport, keys = _routers_words(63, _unreachable())
-    with pytest.raises(SessionFailedError, match="nobody listens"):
-        SessionClient("http://test", transport=transport).open()
-    assert len(keys) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpolicy.client.exchange._OPENING_S", 0.0)
+        transport, keys = _routers_words(63, _unreachable())
+        with pytest.raises(SessionFailedError, match="nobody listens"):
+            SessionClient("http://test", transport=transport).open()
+        assert len(keys) == 1
     transport, keys = _routers_words(0, _unreachable("server_late"))
-    with pytest.raises(SessionFailedError):
+    with pytest.raises(SessionFailedError, match="nobody listens"):
         SessionClient("http://test", transport=transport).open()
     assert len(keys) == 1
     transport, keys = _routers_words(1, httpx.Response(201, json=OPENED))
@@ -279,6 +291,30 @@ def test_a_push_is_sent_once_more_under_the_same_index(broken: Exception, stream
     assert len(requests) == 3
 
 
+def test_an_opening_is_not_sent_again() -> None:
+    """Nobody would know the id of the session that the lost answer was about."""
+    num_asked = 0
+
+    def handle(_: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        raise httpx.ReadError("gone")
+
+    with pytest.raises(SessionConnectionError, match="POST /v1/streaming/sessions: ReadError: gone"):
+        SessionClient("http://test", transport=httpx.MockTransport(handle)).open()
+    assert num_asked == 1
+
+    async def scenario() -> None:
+        async with AsyncSessionClient("http://test", transport=httpx.MockTransport(handle)) as client:
+            with pytest.raises(SessionConnectionError):
+                await client.open()
+        assert num_asked == 2
+
+    asyncio.run(scenario())
+
+
+REFUSED = {"error": {"message": "m", "type": "PolicyUsageError", "code": "invalid", "reasons": ["m"]}}
+FAULT = {"error": {"message": "m", "type": "InvariantError", "code": "internal", "reasons": ["m"]}}
 STATUS: dict[str, object] = {
     "session_id": "s",
     "state": "idle",
@@ -297,6 +333,29 @@ STATUS: dict[str, object] = {
     "age_s": 1.0,
     "idle_s": 0.1,
 }
+
+
+def test_a_question_and_a_close_are_sent_once_more_too() -> None:
+    def script() -> list[httpx.Response | Exception]:
+        gone = httpx.ReadError("gone")
+        return [gone, httpx.Response(200, json=STATUS), gone, httpx.Response(200, json={"closed": False})]
+
+    asked = ["POST", "GET", "GET", "DELETE", "DELETE"]
+    client, requests = _scripted(*script())
+    session = client.open()
+    assert session.status().frames == 1
+    assert session.close() is False
+    assert [request.method for request in requests] == asked
+
+    async def scenario() -> None:
+        transport, requests = _script(*script())
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            session = await client.open()
+            assert (await session.status()).frames == 1
+            assert await session.close() is False
+        assert [request.method for request in requests] == asked
+
+    asyncio.run(scenario())
 
 
 def test_after_a_lost_answer_another_chunk_asks_how_far_the_server_is() -> None:
@@ -324,6 +383,46 @@ def test_after_a_lost_answer_the_same_chunk_asks_for_it_again() -> None:
     assert requests[-1].url.params["frame_index"] == "0"
 
 
+def test_the_asynchronous_client_asks_after_a_lost_answer_too() -> None:
+    async def scenario() -> None:
+        gone = httpx.ReadError("gone")
+        transport, requests = _script(
+            gone,
+            gone,
+            httpx.Response(200, json=REPLY),
+            gone,
+            gone,
+            httpx.Response(200, json=STATUS | {"frames": 2}),
+            httpx.Response(200, json=REPLY | {"frame_index": 2}),
+            httpx.Response(200, json=REPLY | {"frame_index": 3}),
+        )
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            session = await client.open()
+            with pytest.raises(SessionConnectionError):
+                await session.push("hi")
+            assert (await session.push("hi")).frame_index == 0
+            with pytest.raises(SessionConnectionError):
+                await session.push("and on")
+            await session.push("something else")
+            await session.push("and on")
+        assert [(request.method, request.url.params.get("frame_index")) for request in requests[1:]] == [
+            *[("POST", "0")] * 3,
+            *[("POST", "1")] * 2,
+            ("GET", None),
+            ("POST", "2"),
+            ("POST", "3"),
+        ]
+
+    asyncio.run(scenario())
+
+
+def test_the_client_waits_as_long_as_the_server_may_take() -> None:
+    server = ServerSettings()
+    assert DEFAULT_TIMEOUT.write == server.enqueue_deadline_s
+    assert DEFAULT_TIMEOUT.read is not None
+    assert DEFAULT_TIMEOUT.read > server.enqueue_deadline_s + server.reply_deadline_s
+
+
 def test_what_is_late_is_not_sent_again() -> None:
     client, requests = _scripted(httpx.ReadTimeout("late"))
     with pytest.raises(SessionConnectionError, match="ReadTimeout: late"):
@@ -346,10 +445,99 @@ def test_no_error_has_a_whole_id_in_its_text(answer: httpx.Response | Exception)
     assert session.id == secret
 
 
+PIECE = b'data: {"text": "one "}\n\n'
+
+
+def _broken_off() -> Iterator[bytes]:
+    yield PIECE
+    raise httpx.ReadError("gone")
+
+
+async def _broken_off_later() -> AsyncIterator[bytes]:
+    yield PIECE
+    raise httpx.ReadError("gone")
+
+
+def test_a_stream_that_has_begun_is_not_sent_again() -> None:
+    """Its pieces would come twice, and the server has ended the session of a client that is gone."""
+    client, requests = _scripted(httpx.Response(200, content=_broken_off()))
+    pieces = client.open().stream("one two")
+    assert next(pieces) == "one "
+    with pytest.raises(SessionConnectionError, match="ReadError: gone"):
+        next(pieces)
+    assert len(requests) == 2
+
+    async def scenario() -> None:
+        transport, requests = _script(httpx.Response(200, content=_broken_off_later()))
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            pieces = (await client.open()).stream("one two")
+            assert await anext(pieces) == "one "
+            with pytest.raises(SessionConnectionError, match="ReadError: gone"):
+                await anext(pieces)
+        assert len(requests) == 2
+
+    asyncio.run(scenario())
+
+
+class _OnePiece(httpx.AsyncByteStream):
+    """A stream that has begun, and how often the client has left it."""
+
+    num_closes = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield PIECE
+        await asyncio.sleep(60)
+
+    async def aclose(self) -> None:
+        self.num_closes += 1
+
+
+def test_the_asynchronous_client_has_one_chunk_in_flight_until_it_leaves() -> None:
+    async def scenario() -> None:
+        stream = _OnePiece()
+        transport, requests = _script(httpx.Response(200, stream=stream), httpx.Response(200, json=REPLY))
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            session = await client.open()
+            async with aclosing(session.stream("one two")) as pieces:
+                assert await anext(pieces) == "one "
+                with pytest.raises(PolicyUsageError, match="one chunk is in flight"):
+                    await session.push("one two")
+                assert stream.num_closes == 0
+            assert stream.num_closes > 0
+            assert (await session.push("one two")).frame_index == 0
+        assert len(requests) == 3
+
+    asyncio.run(scenario())
+
+
+def test_after_an_error_the_next_chunk_is_sent_without_a_question() -> None:
+    """An answer is an answer, good or bad: nothing has been lost."""
+    client, requests = _scripted(httpx.Response(400, json=REFUSED), httpx.Response(200, json=REPLY))
+    session = client.open()
+    with pytest.raises(PolicyUsageError):
+        session.push("hi")
+    assert session.push("something else").frame_index == 0
+    assert [request.method for request in requests] == ["POST"] * 3
+
+    async def scenario() -> None:
+        transport, requests = _script(httpx.Response(400, json=REFUSED), httpx.Response(200, json=REPLY))
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            session = await client.open()
+            with pytest.raises(PolicyUsageError):
+                await session.push("hi")
+            assert (await session.push("something else")).frame_index == 0
+        assert [request.method for request in requests] == ["POST"] * 3
+
+    asyncio.run(scenario())
+
+
 def test_a_stream_that_just_ends_is_no_reply() -> None:
-    client, _ = _scripted(httpx.Response(200, text=': comment\n\nevent: other\ndata: {}\n\ndata: {"text": "h"}\n\n'))
+    text = ': comment\n\nevent: other\ndata: {}\n\ndata: {"text":\ndata: "h"}\n\n'
+    client, _ = _scripted(httpx.Response(200, text=text))
+    pieces = client.open().stream("hi")
+    assert next(pieces) == "h"
     with pytest.raises(SessionConnectionError, match="before the reply was complete"):
-        list(client.open().stream("hi"))
+        next(pieces)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +545,8 @@ def test_a_stream_that_just_ends_is_no_reply() -> None:
     [
         (httpx.Response(401, json={"error": "Unauthorized"}), "401 unknown: .*Unauthorized"),
         (httpx.Response(502, text="<html>bad gateway"), "502 unknown: <html>bad gateway"),
+        (httpx.Response(502, text="x" * 1000), "502 unknown: x{500}$"),
+        (httpx.Response(404, json={"detail": "Not Found"}), "404 unknown: .*Not Found"),
         (httpx.Response(200, text="not json"), "200 unknown: not json"),
         (
             httpx.Response(409, json={"error": {"message": "m", "type": "New", "code": "c", "reasons": ["m"]}}),
@@ -379,6 +569,20 @@ def test_an_error_of_the_block_is_not_hidden_by_one_of_closing() -> None:
         pass
 
 
+def test_closing_hides_no_error_but_that_of_an_unknown_session() -> None:
+    client, _ = _scripted(httpx.Response(500, json=FAULT))
+    with pytest.raises(SessionApiError, match="500 internal: m"):
+        client.open().close()
+
+    async def scenario() -> None:
+        transport, _ = _script(httpx.Response(500, json=FAULT))
+        async with AsyncSessionClient("http://test", transport=transport) as client:
+            with pytest.raises(SessionApiError, match="500 internal: m"):
+                await (await client.open()).close()
+
+    asyncio.run(scenario())
+
+
 def test_the_asynchronous_client_does_the_same() -> None:
     async def scenario() -> None:
         engine = FakeEngine()
@@ -394,7 +598,8 @@ def test_the_asynchronous_client_does_the_same() -> None:
                     assert [piece async for piece in pieces] == ["three ", "four "]
                 assert session.last_reply is not None
                 assert session.last_reply.frame_index == 2
-                assert (await session.status()).frames == 3
+                assert (await session.push("five")).frame_index == 3
+                assert (await session.status()).frames == 4
                 with pytest.raises(CapacityError):
                     await client.open()
                 engine.script.append(ChunkRefusedError("full", "it is full"))
@@ -406,6 +611,8 @@ def test_the_asynchronous_client_does_the_same() -> None:
             assert not engine.live
             with pytest.raises(SessionClosedError):
                 await session.push("hi")
+            with pytest.raises(SessionClosedError):
+                _ = [piece async for piece in session.stream("hi")]
             session.id = "another"
             assert await session.close() is True
 
@@ -420,6 +627,7 @@ def test_the_asynchronous_client_tries_once_more_too() -> None:
             httpx.Response(200, json=REPLY),
             httpx.ReadError("gone"),
             httpx.ReadError("gone"),
+            httpx.ReadTimeout("late"),
             httpx.ReadTimeout("late"),
         ]
 
@@ -438,6 +646,9 @@ def test_the_asynchronous_client_tries_once_more_too() -> None:
             with pytest.raises(ZeroDivisionError):
                 async with session:
                     raise ZeroDivisionError
+            with pytest.raises(SessionConnectionError):
+                async with session:
+                    pass
             assert not answers
 
     asyncio.run(scenario())

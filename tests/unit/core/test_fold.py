@@ -18,6 +18,7 @@ from kvpolicy.core.fold import (
     FoldPlan,
     Refuse,
     consolidates_next,
+    dense_refusal,
     plan_fold,
 )
 from kvpolicy.core.ledger import SessionLedger
@@ -136,6 +137,27 @@ def test_without_retention_nothing_is_evicted_until_the_context_is_full() -> Non
     assert refusal.code == "context_exhausted"
     assert "8193" in refusal.message
     assert "8192" in refusal.message
+
+
+def test_without_retention_the_shortest_reply_that_was_asked_for_has_to_fit() -> None:
+    assert fold(session(), ChunkShape(7168, 100, min_tokens=24), budget=None).refusal is None
+    assert refused(session(), ChunkShape(7169, 100, min_tokens=24), budget=None).code == "context_exhausted"
+
+
+def test_without_retention_a_session_has_to_fit_into_the_pool() -> None:
+    """The worked example of ``dense_refusal``: a context of 512, 20 blocks of 16."""
+    limits = evolve(LIMITS, context_limit=512, num_pool_blocks=20)
+    assert dense_refusal(300, ChunkShape(8, 12), limits) is None
+    refusal = dense_refusal(300, ChunkShape(8, 13), limits)
+    assert refusal is not None
+    assert refusal.code == "chunk_too_long"
+    assert "would need 321 tokens" in refusal.message
+    assert "at most the 320 that" in refusal.message
+    # Where the pool holds the whole context, the limit cuts the reply.
+    limits = evolve(LIMITS, context_limit=512, num_pool_blocks=32)
+    assert dense_refusal(300, ChunkShape(8, 1000), limits) is None
+    limits = evolve(limits, num_pool_blocks=20)
+    assert refused(SessionLedger.opened(300), ChunkShape(8, 13), budget=None, limits=limits).code == "chunk_too_long"
 
 
 def test_a_budget_above_the_context_limit_refuses_instead_of_overrunning_it() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvpolicy.adapters.http.bodies import Frame
+from kvpolicy.adapters.http.endings import EndReason
+from kvpolicy.adapters.http.flights import Flight
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
-from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
-from tests.fakes.session_engine import FakeEngine
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionFailedError
+from tests.fakes.session_engine import FakeEngine, FakeSession
 from tests.unit.http.serving import (
     PATIENCE_S,
     PNG,
@@ -25,9 +29,12 @@ from tests.unit.http.serving import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     import httpx
+
+    from kvpolicy.adapters.http.served import ServedSession
+    from kvpolicy.core.replies import Reply
 
 
 async def _pending(server: Served, path: str, text: str = "first chunk") -> asyncio.Task[httpx.Response]:
@@ -94,12 +101,58 @@ def test_the_index_of_the_pending_chunk_waits_for_the_same_reply() -> None:
     asyncio.run(scenario())
 
 
+def test_who_leaves_twice_has_left_once() -> None:
+    async def scenario() -> None:
+        abandoned: list[bool] = []
+        flight = Flight(0, b"", lambda: abandoned.append(True))
+        first, second = flight.wait(), flight.wait()
+        with first:
+            first.leave()
+        assert not abandoned
+        second.leave()
+        assert abandoned == [True]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_cancelled_takes_the_reply_from_no_other() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            again = asyncio.create_task(server.push(path, "first chunk", frame_index=0))
+            await asyncio.sleep(0.01)
+            again.cancel()
+            await asyncio.wait({again})
+            _go_on(server)
+            assert (await first).json()["text"] == "first chunk "
+
+    asyncio.run(scenario())
+
+
+def test_an_error_that_nobody_waits_for_is_no_fault_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            await server.open()
+            [session] = server.frontend.registry.holding
+            server.engine.hold_pushes = asyncio.Event()
+            session.submit(Frame(text="hi"), deadline_s=asyncio.get_running_loop().time() + 10).leave()
+            await come_true(lambda: not server.engine.live)
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 def test_the_index_of_the_last_answer_gets_it_again() -> None:
     async def scenario() -> None:
         async with served() as server:
             path = await server.open()
             first = await server.push(path, "one", frame_index=0)
             second = await server.push(path, "two words", frame_index=1)
+            assert (await server.push(path, "two words", frame_index=1)).json() == second.json()
+            server.engine.script.append(ChunkRefusedError("full", "it is full"))
+            assert (await server.push(path, "refused", frame_index=2)).status_code == 400
             assert (await server.push(path, "two words", frame_index=1)).json() == second.json()
             streamed = await server.push(path, "two words", frame_index=1, stream=True)
             assert streamed.text.count("data: ") == 3
@@ -110,8 +163,45 @@ def test_the_index_of_the_last_answer_gets_it_again() -> None:
                 gap = await server.push(path, "one", frame_index=index)
                 assert (gap.status_code, error_of(gap)["code"]) == (409, "frame_index")
                 assert f"expected 2, the next one, got {index}" in error_of(gap)["message"]
+            gap = await server.http.post(f"{path}/frame?frame_index=3", json={"text": "one"})
+            assert (gap.status_code, error_of(gap)["code"]) == (409, "frame_index")
             assert server.engine.sessions[0].turns == ["one", "two words"]
             assert first.json()["frame_index"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_while_a_chunk_is_pending_no_answer_is_given_again() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            await server.push(path, "one", frame_index=0)
+            second = await _pending(server, path, "two")
+            again = await server.push(path, "one", frame_index=0)
+            assert (again.status_code, error_of(again)["code"]) == (409, "frame_pending")
+            _go_on(server)
+            assert (await second).json()["frame_index"] == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"json": {"text": "hi", "sampling": {"seed": 1}}}, {"json": {"text": "hi", "sampling": {"seed": 2}}}),
+        ({"content": image_bytes(8, 6), "headers": PNG}, {"content": image_bytes(8, 7), "headers": PNG}),
+        ({"content": image_bytes(), "headers": PNG}, {"files": {"image": image_bytes()}, "data": {"text": "what?"}}),
+    ],
+    ids=["sampling", "image", "text"],
+)
+def test_every_part_of_a_chunk_tells_it_from_another_one(first: dict[str, Any], other: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            url = f"{await server.open()}/frame?frame_index=0"
+            reply = await server.http.post(url, **first)
+            assert (await server.http.post(url, **first)).json() == reply.json()
+            refused = await server.http.post(url, **other)
+            assert (refused.status_code, error_of(refused)["code"]) == (409, "frame_differs")
 
     asyncio.run(scenario())
 
@@ -154,10 +244,13 @@ def test_a_stream_that_has_not_begun_has_the_status_of_its_error() -> None:
         async with served() as server:
             path = await server.open()
             first = await _pending(server, path)
-            streamed = asyncio.create_task(server.push(path, "first chunk", frame_index=0, stream=True))
+            request = server.http.post(
+                f"{path}/frame?frame_index=0&stream=1", content="first chunk", headers={**TEXT, "X-Session-ID": "k"}
+            )
+            streamed = asyncio.create_task(request)
             await asyncio.sleep(0.01)
             await server.http.delete(path)
-            assert (await streamed).status_code == 409
+            assert ((await streamed).status_code, (await streamed).headers["x-session-id"]) == (409, "k")
             assert error_of(await streamed)["code"] == "ended_client"
             assert (await first).status_code == 409
 
@@ -228,6 +321,26 @@ def test_decoding_that_takes_too_long_is_not_pushed(monkeypatch: pytest.MonkeyPa
     asyncio.run(scenario())
 
 
+def test_reading_and_decoding_have_one_deadline_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slowly(function: Any, *arguments: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return function(*arguments)
+
+    async def slow() -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.3)
+        yield image_bytes()
+
+    async def scenario() -> None:
+        async with served(enqueue_deadline_s=0.5) as server:
+            path = await server.open()
+            monkeypatch.setattr(asyncio, "to_thread", slowly)
+            answer = await server.http.post(f"{path}/frame", content=slow(), headers=PNG)
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "enqueue_deadline")
+            assert not server.engine.sessions[0].turns
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("tells_waiters", [True, False])
 def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None:  # noqa: FBT001 - a parameter
     async def scenario() -> None:
@@ -247,6 +360,17 @@ def test_a_dead_engine_answers_every_open_call_soon(tells_waiters: bool) -> None
             ):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_engine")
                 assert "out of memory" in error_of(later)["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_is_noticed_by_the_next_request() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.die("out of memory", None)
+            assert (await server.http.get(path)).status_code == 503
+            assert all(session.ending is not None for session in server.frontend.registry.holding)
 
     asyncio.run(scenario())
 
@@ -297,20 +421,111 @@ def test_what_the_engine_has_ended_gives_its_place_back_by_itself() -> None:
     asyncio.run(scenario())
 
 
+def test_what_the_engine_has_ended_is_noticed_by_the_next_request() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(2)]
+            for session in server.engine.sessions:
+                session.break_down(SessionFailedError("engine", "gone"))
+            answer = await server.push(paths[0], "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_failed")
+            status = (await server.http.get(paths[1])).json()
+            assert (status["state"], status["reason"]) == ("ended", "the engine ended it")
+
+    asyncio.run(scenario())
+
+
 def test_a_late_release_keeps_the_place_until_it_is_there() -> None:
     async def scenario() -> None:
-        async with served(max_sessions=1, close_deadline_s=0.05) as server:
+        async with served(max_sessions=1, close_deadline_s=0.05, idle_timeout_s=100) as server:
             path = await server.open()
             await server.push(path, "hi")
+            server.clock.now_s += 50
             server.engine.hold_closes = asyncio.Event()
             assert (await server.http.delete(path)).json()["closed"] is False
             assert (await server.http.delete(path)).json()["closed"] is False
             assert (await server.push(path, "hi")).status_code == 409
             assert (await server.http.get(path)).json()["state"] == "ended"
-            assert (await server.http.post(SESSIONS)).status_code == 503
+            refused = await server.http.post(SESSIONS)
+            # It is not silence that this place waits for.
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "60")
             server.engine.hold_closes.set()
             assert (await server.http.delete(path)).json()["closed"] is True
             assert (await server.http.post(SESSIONS)).status_code == 201
+
+    asyncio.run(scenario())
+
+
+def test_a_late_release_does_not_bring_back_what_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with served(close_deadline_s=0.01, tombstone_s=60) as server:
+            path = await server.open()
+            await server.push(path, "hi")
+            server.engine.hold_closes = asyncio.Event()
+            await server.http.delete(path)
+            server.clock.now_s += 61
+            assert (await server.http.get(path)).status_code == 404
+            server.engine.hold_closes.set()
+            await come_true(lambda: not server.frontend.registry.holding)
+            assert (await server.http.get(path)).status_code == 404
+
+    asyncio.run(scenario())
+
+
+def _at_its_reply(engine: FakeEngine, happens: Callable[[FakeSession], None]) -> None:
+    """Let something happen in the very moment of each reply."""
+
+    class Session(FakeSession):
+        def _count(self, text: str, num_tokens: int) -> Reply:
+            happens(self)
+            return super()._count(text, num_tokens)
+
+    engine.session_class = Session
+
+
+def test_a_session_that_ends_with_its_reply_is_noticed_at_once() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            _at_its_reply(server.engine, lambda session: session.break_down(SessionFailedError("full", "it is full")))
+            path = await server.open()
+            assert (await server.push(path, "hi")).status_code == 200
+            assert all(session.ending is not None for session in server.frontend.registry.holding)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [None, ChunkRefusedError("full", "it is full"), RuntimeError("a fault")])
+def test_what_comes_of_a_chunk_in_the_moment_of_the_end_does_not_count(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+
+            def close(_: FakeSession) -> None:
+                [session] = server.frontend.registry.holding
+                session.end(EndReason.CLIENT, "its client closed it")
+                ended.append(session)
+                if error is not None:
+                    raise error
+
+            ended: list[ServedSession] = []
+            _at_its_reply(server.engine, close)
+            answer = await server.push(await server.open(), "hi")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "ended_client")
+            [status] = [session.status() for session in ended]
+            assert (status.frames, status.refused) == (0, 0)
+            assert "a fault" not in caplog.text
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_that_the_engine_fails_says_why_even_if_its_end_is_noticed_first() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            first = await _pending(server, await server.open())
+            server.engine.sessions[0].break_down(SessionFailedError("context_full", "it was full"))
+            server.frontend.registry.notice_ends()
+            assert error_of(await first)["code"] == "context_full"
 
     asyncio.run(scenario())
 
@@ -354,6 +569,52 @@ def test_silent_sessions_are_reaped_before_an_admission_and_remembered_for_a_whi
     asyncio.run(scenario())
 
 
+def test_a_refused_chunk_is_use() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            first = await _pending(server, path)
+            server.engine.script.append(ChunkRefusedError("full", "it is full"))
+            server.clock.now_s += 90
+            _go_on(server)
+            assert (await first).status_code == 400
+            assert (await server.http.get(path)).json()["idle_s"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_that_begins_to_come_is_use() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100) as server:
+            path = await server.open()
+            server.clock.now_s += 90
+
+            async def body() -> AsyncIterator[bytes]:
+                yield b"h"
+                server.clock.now_s += 90
+                await server.frontend.registry.reap()
+                yield b"i"
+
+            answer = await server.http.post(f"{path}/frame", content=body(), headers=TEXT)
+            assert answer.json()["text"] == "hi "
+
+    asyncio.run(scenario())
+
+
+def test_beyond_a_number_of_dead_sessions_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.adapters.http.registry._MAX_TOMBSTONES", 2)
+
+    async def scenario() -> None:
+        async with served() as server:
+            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(3)]
+            for path in paths:
+                await server.http.delete(path)
+            assert len(server.frontend.registry._tombstones) == 2
+            assert [(await server.http.get(path)).status_code for path in paths] == [404, 200, 200]
+
+    asyncio.run(scenario())
+
+
 def test_the_reaper_runs_by_itself_and_spares_what_is_pending() -> None:
     async def scenario() -> None:
         async with served(idle_timeout_s=100, reaper_period_s=0.02) as server:
@@ -365,6 +626,9 @@ def test_the_reaper_runs_by_itself_and_spares_what_is_pending() -> None:
             assert (await server.http.get(paths[1])).json()["state"] == "ended"
             _go_on(server)
             assert (await first).status_code == 200
+            # Its silence begins now.
+            assert (await server.http.get(paths[0])).json()["idle_s"] == 0
+            assert server.frontend.registry.end_silent() == []
 
     asyncio.run(scenario())
 
@@ -383,6 +647,39 @@ def test_stopping_closes_everything_once() -> None:
             for later in (await server.http.post(SESSIONS), await server.push(path, "hi")):
                 assert (later.status_code, error_of(later)["code"]) == (503, "ended_shutdown")
         assert engine.sessions[0].num_closes == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_opening_that_waits_while_the_server_stops_opens_nothing() -> None:
+    async def scenario() -> None:
+        async with served(idle_timeout_s=100) as server:
+            await server.push(await server.open(), "hi")
+            server.clock.now_s += 101
+            server.engine.hold_closes = asyncio.Event()
+            opening = asyncio.create_task(server.http.post(SESSIONS))
+            await come_true(lambda: server.engine.sessions[0].num_closes == 1)
+            stopping = asyncio.create_task(server.frontend.stop())
+            await asyncio.sleep(0)
+            server.engine.hold_closes.set()
+            assert ((await opening).status_code, error_of(await opening)["code"]) == (503, "ended_shutdown")
+            await stopping
+            assert not server.engine.live
+
+    asyncio.run(scenario())
+
+
+def test_stopping_waits_until_the_engine_has_let_go() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            await server.push(await server.open(), "hi")
+            server.engine.hold_closes = asyncio.Event()
+            stopping = asyncio.create_task(server.frontend.stop())
+            await come_true(lambda: server.engine.sessions[0].num_closes == 1)
+            assert not stopping.done()
+            server.engine.hold_closes.set()
+            await stopping
+            assert not server.engine.live
 
     asyncio.run(scenario())
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from attrs import evolve
 
+from kvpolicy.adapters.http.endings import Ending, EndReason
 from kvpolicy.adapters.http.errors import bad_request
 from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.core.errors import (
@@ -38,6 +40,9 @@ JSON = {"Content-Type": "application/json"}
         ({"json": []}, 422, "invalid_fields", "valid dictionary"),
         ({"json": {"sampling": {"stop_token_ids": [7, -1]}}}, 422, "invalid_fields", "sampling.stop_token_ids.1: "),
         ({"json": {"priority": "1", "nonsense": 1}}, 422, "invalid_fields", "priority: "),
+        ({"json": {"nonsense": 1}}, 422, "invalid_fields", "nonsense: "),
+        ({"json": {"sampling": {"max_tokens": "5"}}}, 422, "invalid_fields", "sampling.max_tokens: "),
+        ({"json": {"retention": {"total_tokens": True}}}, 422, "invalid_fields", "retention.total_tokens: "),
         ({"json": {"priority": 2**40}}, 422, "invalid_fields", "priority: "),
         ({"content": b"x" * 2000, "headers": JSON}, 413, "body_too_large", "at most 1000 bytes"),
     ],
@@ -70,6 +75,22 @@ def test_all_reasons_come_at_once() -> None:
     asyncio.run(scenario())
 
 
+def test_a_value_of_the_wrong_type_is_not_repeated() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            for answer in (
+                await server.push(path, "hi", frame_index="secret"),
+                await server.http.post(f"{path}/frame", json={"text": "hi", "frame_index": "secret"}),
+                await server.http.post(SESSIONS, json={"system_prompt": ["secret"]}),
+            ):
+                assert (answer.status_code, error_of(answer)["code"]) == (422, "invalid_fields")
+                assert "secret" not in answer.text
+
+    asyncio.run(scenario())
+
+
+TWO_KEYS = [("X-Session-ID", "a"), ("X-Session-ID", "b")]
 FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
@@ -83,6 +104,7 @@ FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
         ({"content": "{", "headers": JSON}, 400, "bad_json", "expected JSON"),
         ({"json": {"text": ""}}, 422, "invalid_fields", "text: "),
         ({"json": {"text": "hi", "frame_index": -1}}, 422, "invalid_fields", "frame_index: "),
+        ({"json": {"text": "hi", "frame_index": 2**53}}, 422, "invalid_fields", "frame_index: "),
         ({"json": {"text": "hi", "frame_index": "0"}}, 422, "invalid_fields", "frame_index: "),
         ({"json": {"text": "hi", "frame_index": 1}, "params": {"frame_index": 0}}, 400, "two_indices", "got 0 in"),
         ({"json": {"text": "hi"}, "params": {"frame_index": "x"}}, 422, "invalid_fields", "query.frame_index"),
@@ -100,6 +122,7 @@ FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
         ({"content": b"x" * 2000, "headers": TEXT}, 413, "body_too_large", "an announced length of 2000"),
         ({"content": "hi", "headers": {**TEXT, "X-Session-ID": "a b"}}, 400, "bad_routing_key", "X-Session-ID"),
         ({"content": "hi", "headers": {**TEXT, "X-Session-ID": "a" * 129}}, 400, "bad_routing_key", "129 characters"),
+        ({"content": "hi", "headers": [*TEXT.items(), *TWO_KEYS]}, 400, "bad_routing_key", "got 2 of 1 characters"),
         ({"content": "hi", "headers": {**TEXT, "X-Session-ID": ""}}, 400, "bad_routing_key", "0 characters"),
     ],
 )
@@ -194,7 +217,8 @@ def test_what_the_engine_says_becomes_an_answer(
             assert (answer.status_code, found["code"], found["type"]) == (status, code, kind)
             again = await server.push(path, "hi", frame_index=0)
             if ends:
-                assert (again.status_code, error_of(again)["type"][:7]) == (409, "Session")
+                ended = "ended_not_admitted" if kind == "PolicyUsageError" else "ended_failed"
+                assert (again.status_code, error_of(again)["code"]) == (409, ended)
                 assert found["reasons"][-1] in error_of(again)["message"]
             else:
                 # A refused chunk has no index: the next one gets it.
@@ -251,7 +275,7 @@ def test_a_fault_in_the_handling_of_a_failure_reaches_the_client_too(monkeypatch
     asyncio.run(scenario())
 
 
-def test_an_unexpected_error_of_a_route_has_the_shape_too() -> None:
+def test_an_unexpected_error_of_a_route_has_the_shape_too(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with served() as server:
 
@@ -263,6 +287,7 @@ def test_an_unexpected_error_of_a_route_has_the_shape_too() -> None:
             assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
             assert answer.headers["x-session-id"] == "k"
             assert "secret" not in answer.text
+            assert "RuntimeError: a secret" in caplog.text
 
     asyncio.run(scenario())
 
@@ -276,8 +301,24 @@ def test_there_is_no_room_and_the_sum_is_in_the_message() -> None:
             assert "may need 100 and this one 64, together 164, and the engine has 150" in error_of(answer)["message"]
             assert answer.headers["retry-after"] == "30"
             assert [session.num_closes for session in server.engine.sessions] == [0, 1]
+            for passed_s, wait_s in ((28.5, "2"), (1.5, "1")):
+                server.clock.now_s += passed_s
+                answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, wait_s)
             await server.http.delete(path)
             await server.open(retention={"total_tokens": 1024})
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2])
+def test_the_last_block_of_the_pool_can_be_promised(num_sessions: int) -> None:
+    async def scenario() -> None:
+        async with served(FakeEngine(evolve(FACTS, num_pool_blocks=64 * num_sessions))) as server:
+            for _ in range(num_sessions):
+                await server.open(retention={"total_tokens": 1024})
+            answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
 
     asyncio.run(scenario())
 
@@ -292,6 +333,15 @@ def test_there_are_too_many_sessions() -> None:
             assert answer.headers["retry-after"] == "60"
 
     asyncio.run(scenario())
+
+
+def test_every_push_to_an_ended_session_is_told_whose_doing_the_end_was() -> None:
+    by_client = {EndReason.CLIENT, EndReason.DISCONNECT, EndReason.IDLE, EndReason.NOT_ADMITTED}
+    for reason in EndReason:
+        kind = "SessionClosedError" if reason in by_client else "SessionFailedError"
+        for error in (Ending(reason, ("why",)).error(), Ending(reason, ("why",)).pending_error()):
+            assert (error.kind, error.code) == (kind, f"ended_{reason}")
+            assert error.reasons == ("session: it has ended: why",)
 
 
 MEGABYTE = 10**6
@@ -332,3 +382,10 @@ def test_reasons_beyond_the_twentieth_are_counted() -> None:
     assert [reason[:9] for reason in error.reasons] == [f"reason {number} "[:9] for number in range(20)]
     assert {len(reason) for reason in error.reasons} == {300}
     assert error.message == "\n".join([*error.reasons, "and 5 more"])
+
+
+@pytest.mark.parametrize("letter", ["\x01", "\n", "\u00e4", "\U0001f600"])
+def test_a_reason_that_takes_many_bytes_is_cut_shorter(letter: str) -> None:
+    [reason] = bad_request("invalid", letter * 1000).reasons
+    assert len(json.dumps(reason, ensure_ascii=False).encode()) <= 602
+    assert reason == letter * (len(reason) - 1) + "…"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import struct
 import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from kvpolicy.adapters.http.errors import ApiError
 from kvpolicy.adapters.http.images import decode_image, image_format
@@ -41,6 +43,15 @@ def test_every_mode_of_png_becomes_rgb(mode: str) -> None:
     assert decode_image(image_bytes(mode=mode), LIMIT).mode == "RGB"
 
 
+def test_transparent_colours_of_a_palette_become_rgb_without_a_warning() -> None:
+    buffer, image = io.BytesIO(), Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    image.putpixel((1, 0), 1)
+    image.save(buffer, "PNG", transparency=b"\x40\x80")
+    decoded = decode_image(buffer.getvalue(), LIMIT)
+    assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 0, 0), (0, 255, 0)]
+
+
 def test_the_limit_itself_is_allowed() -> None:
     assert decode_image(image_bytes(8, 8), 64).size == (8, 8)
     with pytest.raises(ApiError, match=r"at most 63 pixels, got 8 x 8; scale it down") as caught:
@@ -71,6 +82,29 @@ def test_other_files_are_no_images(data: bytes) -> None:
     with pytest.raises(ApiError, match="begin like neither") as caught:
         image_format(data)
     assert caught.value.status == 400
+
+
+def _png(*chunks: bytes, colour_type: int = 2) -> bytes:
+    header = struct.pack(">IIBBBBB", 8, 8, 8, colour_type, 0, 0, 0)
+    rows = _chunk(b"IDAT", zlib.compress(bytes(8 * 25)))
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + rows + b"".join(chunks) + _chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _png(colour_type=3),
+        _png(_chunk(b"zTXt", b"a\0\1\0\0\0")),
+        _png(_chunk(b"iCCP", b"")),
+        _png(_chunk(b"gAMA", b"")),
+        image_bytes()[:40],
+    ],
+    ids=["no palette", "unknown compression", "no profile", "no value", "no rows"],
+)
+def test_whatever_is_damaged_is_a_client_error(data: bytes) -> None:
+    with pytest.raises(ApiError, match="this one cannot be decoded") as caught:
+        decode_image(data, LIMIT)
+    assert (caught.value.status, caught.value.code) == (400, "bad_image")
 
 
 @given(

@@ -51,6 +51,29 @@ def test_a_body_beyond_what_is_read_at_a_time_is_told_to_try_again() -> None:
     asyncio.run(scenario())
 
 
+def test_the_longest_body_is_taken_and_so_is_all_that_is_read_at_a_time() -> None:
+    async def scenario() -> None:
+        async with served(max_body_bytes=1000, max_inflight_bytes=1000) as server:
+            path = await server.open()
+            assert (await server.push(path, "x" * 1000)).status_code == 200
+            assert (await server.push(path, "x" * 1001)).status_code == 413
+
+    asyncio.run(scenario())
+
+
+def test_a_length_beside_chunks_says_nothing_of_the_body() -> None:
+    async def scenario() -> None:
+        async with served(max_body_bytes=1000) as server:
+            path, go_on = await server.open(), asyncio.Event()
+            both = {"Transfer-Encoding": "chunked", "Content-Length": "2"}
+            first = await _begun(server, path, go_on, **both)
+            assert server.frontend.bodies.num_taken == 1000
+            go_on.set()
+            assert (await first).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_what_a_request_has_taken_is_given_back_when_it_fails() -> None:
     async def scenario() -> None:
         async with served(max_body_bytes=1000, enqueue_deadline_s=SHORT_S) as server:

@@ -10,16 +10,19 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
 
 from kvpolicy.adapters.http import log
+from kvpolicy.adapters.http.frontend import SessionFrontend
+from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.core.errors import ChunkRefusedError
 from tests.fakes.session_engine import FakeEngine
 from tests.unit.http.serving import SESSIONS, served
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 LABEL = {"model_name": "fake-model"}
 
@@ -31,6 +34,7 @@ def _value(name: str, **labels: str) -> float:
 def test_the_metrics_follow_the_sessions() -> None:
     counters: list[tuple[str, dict[str, str]]] = [
         ("chunks_total", {}),
+        ("evictions_total", {}),
         ("evicted_tokens_total", {}),
         ("consolidations_total", {}),
         ("refused_chunks_total", {"code": "full"}),
@@ -39,7 +43,9 @@ def test_the_metrics_follow_the_sessions() -> None:
         ("closes_total", {"reason": "reply_deadline"}),
         ("closes_total", {"reason": "client"}),
         ("chunk_ttft_seconds_count", {}),
+        ("chunk_ttft_seconds_sum", {}),
         ("chunk_latency_seconds_count", {}),
+        ("chunk_latency_seconds_sum", {}),
     ]
 
     async def scenario() -> list[float]:
@@ -50,7 +56,8 @@ def test_the_metrics_follow_the_sessions() -> None:
             assert (await server.http.post(SESSIONS)).status_code == 503
             await server.push(first, "word " * 400)
             server.engine.consolidates = True
-            await server.push(first, "word " * 400)
+            for _ in range(2):
+                await server.push(first, "word " * 400)
             assert _value("open", state="idle") == 2
             assert (_value("resident_tokens"), _value("resident_blocks")) == (1024, 64)
             server.engine.script.append(ChunkRefusedError("full", "it is full"))
@@ -69,7 +76,7 @@ def test_the_metrics_follow_the_sessions() -> None:
             assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [0, 0, 0]
             return [_value(name, **labels) - old for (name, labels), old in zip(counters, before, strict=True)]
 
-    assert asyncio.run(scenario()) == [2, 576, 1, 1, 1, 1, 1, 1, 2, 2]
+    assert asyncio.run(scenario()) == pytest.approx([3, 2, 1376, 2, 1, 1, 1, 1, 1, 3, 0.03, 3, 0.06])
 
 
 @pytest.fixture
@@ -115,6 +122,40 @@ def test_the_log_has_one_event_each_and_never_a_text_or_an_id(lines: io.StringIO
     assert (events[3]["reason"], events[3]["frames"], events[3]["refused"]) == ("client", 1, 1)
 
 
+def test_the_access_log_of_the_server_shows_no_more_of_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = logging.getLogger("uvicorn.access")
+    monkeypatch.setattr(access, "filters", [])
+    for _ in range(2):
+        log.hide_session_ids()
+    assert len(access.filters) == 1
+
+    def written(path: str) -> str:
+        arguments = ("127.0.0.1:5", "POST", path, "1.1", 200)
+        record = logging.LogRecord(access.name, logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
+        assert access.filter(record)
+        return record.getMessage()
+
+    path, session_id = "/v1/streaming/sessions/", "0rAV-dKGMgSz-kWfCq1LJQsK6nW9xB_E"
+    head, tail = '127.0.0.1:5 - "POST ', ' HTTP/1.1" 200'
+    assert written(f"{path}{session_id}/frame?stream=1") == f"{head}{path}0rAV-dKG.../frame?stream=1{tail}"
+    assert written(f"{path}{session_id}") == f"{head}{path}0rAV-dKG...{tail}"
+    assert written(f"{path}short") == f"{head}{path}short{tail}"
+    assert written("/v1/models") == f"{head}/v1/models{tail}"
+
+
+def test_the_access_log_shows_no_whole_id_wherever_the_routes_are(caplog: pytest.LogCaptureFixture) -> None:
+    """``kvpolicy serve`` and the endpoint plugin both attach a frontend."""
+    access = logging.getLogger("uvicorn.access")
+    for found in access.filters[:]:
+        access.removeFilter(found)
+    SessionFrontend(ServerSettings()).attach(FastAPI())
+    path = f"{SESSIONS}/0rAV1dKGMgSzQkWfCq1LJQsK6nW9xBbE/frame"
+    with caplog.at_level(logging.INFO, logger="uvicorn.access"):
+        access.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "POST", path, "1.1", 200)
+    assert f"{SESSIONS}/0rAV1dKG.../frame" in caplog.text
+    assert "0rAV1dKGM" not in caplog.text
+
+
 def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:
     async def scenario() -> None:
         async with served() as server:
@@ -125,6 +166,43 @@ def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:
     asyncio.run(scenario())
     (fault,) = [event for event in map(json.loads, lines.getvalue().splitlines()) if event["event"] == "request.failed"]
     assert "RuntimeError: for the log" in fault["exception"]
+
+
+def test_a_release_that_is_late_or_fails_is_logged(lines: io.StringIO) -> None:
+    async def scenario() -> list[str]:
+        async with served(close_deadline_s=0.01) as server:
+            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(2)]
+            await server.push(paths[0], "hi")
+            server.engine.hold_closes = asyncio.Event()
+            await server.http.delete(paths[0])
+            assert [_value("open", state=state) for state in ("idle", "closing")] == [1, 1]
+            server.engine.hold_closes.set()
+            server.engine.close_error = RuntimeError("cannot")
+            await server.http.delete(paths[1])
+            return [path.rpartition("/")[2][:8] for path in paths]
+
+    before = _value("timeouts_total", deadline="close")
+    shown = asyncio.run(scenario())
+    events = [json.loads(line) for line in lines.getvalue().splitlines()]
+    late, failed = [event for event in events if event["event"].startswith("release.")]
+    assert (late["event"], late["session"], late["after_s"]) == ("release.overdue", shown[0], 0.01)
+    assert (failed["event"], failed["session"]) == ("release.failed", shown[1])
+    assert "RuntimeError: cannot" in failed["exception"]
+    assert _value("timeouts_total", deadline="close") == before + 1
+
+
+def test_a_body_that_comes_too_slowly_is_counted() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"the beginning"
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        async with served(enqueue_deadline_s=0.01) as server:
+            assert (await server.http.post(SESSIONS, content=slow())).status_code == 503
+
+    before = _value("timeouts_total", deadline="enqueue")
+    asyncio.run(scenario())
+    assert _value("timeouts_total", deadline="enqueue") == before + 1
 
 
 def test_lines_are_for_people_on_a_terminal(lines: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:

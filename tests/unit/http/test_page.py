@@ -29,10 +29,15 @@ def test_every_part_is_served_and_allows_this_server_only(prefix: str) -> None:
                 answer = await server.http.get(f"{prefix}/{path}")
                 assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
                 policy = answer.headers["content-security-policy"].split("; ")
-                assert "default-src 'none'" in policy
+                for rule in ("default-src", "base-uri", "form-action", "frame-ancestors"):
+                    assert f"{rule} 'none'" in policy
+                for rule in ("script-src", "style-src", "connect-src"):
+                    assert f"{rule} 'self'" in policy
                 sources = {source for rule in policy for source in rule.split()[1:]}
                 assert sources == {"'none'", "'self'", "blob:", "data:"}
                 assert answer.headers["x-content-type-options"] == "nosniff"
+                assert answer.headers["referrer-policy"] == "no-referrer"
+                assert answer.headers["cache-control"] == "no-cache"
             assert (await server.http.get(f"{prefix}/console.svg")).status_code == 404
             assert "/console" not in str(server.app.openapi()["paths"])
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
+from typing import Any
 
 import pytest
 
 from kvpolicy.adapters.http.port import ImageTurn
+from kvpolicy.core.replies import SessionStats
 from tests.unit.http.serving import PNG, SESSIONS, TEXT, image_bytes, served
 
 
@@ -42,6 +45,7 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
             ]
             assert body["retention"] == server.engine.sessions[0].retention
             path = f"{SESSIONS}/{body['session_id']}"
+            server.clock.now_s += 2
             pushed = await server.push(path, "one two three")
             assert pushed.status_code == 200
             assert pushed.json() == {
@@ -76,13 +80,37 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 "consolidations": 0,
                 "parks": 0,
                 "segments": [{"kind": "anchor", "tokens": 3}, {"kind": "content", "tokens": 3}],
-                "age_s": 5.0,
+                "age_s": 7.0,
                 "idle_s": 5.0,
             }
             closed = await server.http.delete(path)
             assert closed.json() == {"session_id": body["session_id"], "frames": 1, "closed": True}
             assert (await server.http.delete(path)).json() == closed.json()
             assert server.engine.sessions[0].num_closes == 1
+            # What it has done is remembered for a while; it holds nothing any more.
+            nothing = {"resident_tokens": 0, "blocks": 0, "segments": []}
+            ended = status | nothing | {"state": "ended", "reason": "its client closed it", "idle_s": 5.0}
+            assert (await server.http.get(path)).json() == ended
+
+    asyncio.run(scenario())
+
+
+def test_a_status_shows_every_count_of_the_engine() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            server.engine.sessions[0]._stats = SessionStats(
+                num_reply_tokens=1,
+                resident_tokens=2,
+                num_blocks=3,
+                num_evictions=4,
+                num_evicted_tokens=5,
+                num_consolidations=6,
+                num_parks=7,
+            )
+            status = (await server.http.get(path)).json()
+            names = "reply_tokens resident_tokens blocks evictions evicted_tokens consolidations parks"
+            assert [status[name] for name in names.split()] == [1, 2, 3, 4, 5, 6, 7]
 
     asyncio.run(scenario())
 
@@ -109,6 +137,9 @@ def test_everything_has_a_default_and_null_keeps_everything() -> None:
             unbounded = (await server.http.post(SESSIONS, json={"retention": None})).json()
             assert unbounded["retention"] is None
             assert server.engine.opened[1]["retention"] is None
+            await server.http.delete(f"{SESSIONS}/{default['session_id']}")
+            cool = (await server.http.post(SESSIONS, json={"sampling": {"temperature": None}})).json()
+            assert cool["sampling"]["temperature"] is None
 
     asyncio.run(scenario())
 
@@ -150,6 +181,50 @@ def test_a_chunk_comes_in_five_forms_under_two_names() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "boundary=b",
+        'boundary="b"; charset=latin-1',
+        "charset=unicode_escape; boundary=b",
+        "boundary=b; charset=utf-7",
+        "boundary=b; charset=punycode",
+        "boundary=b; charset=undefined",
+        'boundary=b; charset="\x00"',
+    ],
+)
+def test_a_form_is_utf_8_whatever_it_says(parameters: str) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            part = b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+            text = "+2AA- \\ud800 -xn--a ä"
+            answer = await server.http.post(
+                f"{await server.open()}/frame",
+                content=part % (b'image"; filename="f', image_bytes(8, 6)) + part % (b"text", text.encode()) + b"--b--",
+                headers={"Content-Type": f"multipart/form-data; {parameters}"},
+            )
+            assert answer.json()["text"] == f"8x6 {text} "
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_text_beside_an_image_may_be_as_long_as_the_body(monkeypatch: pytest.MonkeyPatch, *, is_file: bool) -> None:
+    def written(_: object) -> None:
+        raise AssertionError("what clients send does not belong on a disk")
+
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", written)
+
+    async def scenario() -> None:
+        async with served() as server:
+            image, text = {"image": image_bytes(8, 6)}, {"text": "x" * 2**21}
+            body: dict[str, Any] = {"files": image | text} if is_file else {"files": image, "data": text}
+            pushed = await server.http.post(f"{await server.open()}/frame", **body)
+            assert pushed.json()["text"] == f"8x6 {text['text']} "
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("ask", ["query", "body"])
 def test_a_streamed_reply_is_pieces_and_then_the_whole(ask: str) -> None:
     async def scenario() -> None:
@@ -160,6 +235,8 @@ def test_a_streamed_reply_is_pieces_and_then_the_whole(ask: str) -> None:
             else:
                 answer = await server.http.post(f"{path}/frame", json={"text": "one two", "stream": True})
             assert answer.headers["content-type"].startswith("text/event-stream")
+            # Nothing on the way may keep it, or hold it back.
+            assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-store", "no")
             events = answer.text.split("\n\n")
             assert events[:2] == ['data: {"text": "one "}', 'data: {"text": "two "}']
             head, _, data = events[2].partition("\n")
@@ -195,7 +272,17 @@ def test_the_routing_key_is_echoed_on_every_route_and_on_errors() -> None:
 
 def test_the_config_names_defaults_limits_and_the_engine() -> None:
     async def scenario() -> None:
-        async with served(max_sessions=3) as server:
+        limits: dict[str, Any] = {
+            "max_sessions": 3,
+            "max_body_bytes": 1000,
+            "max_frame_pixels": 2000,
+            "enqueue_deadline_s": 1,
+            "reply_deadline_s": 2,
+            "close_deadline_s": 3,
+            "idle_timeout_s": 4,
+            "tombstone_s": 5,
+        }
+        async with served(**limits) as server:
             body = (await server.http.get("/v1/streaming/config")).json()
             assert body["model"] == "fake-model"
             assert body["engine"] == {
@@ -204,14 +291,21 @@ def test_the_config_names_defaults_limits_and_the_engine() -> None:
                 "block_size": 16,
                 "num_pool_blocks": 1000,
             }
-            assert body["limits"]["max_sessions"] == 3
-            assert body["limits"]["max_body_bytes"] == 8 * 1024 * 1024
+            assert body["limits"] == limits | {"max_inflight_bytes": 16_000}
             assert body["sampling"]["max_tokens"] == 24
             assert body["retention"]["content_segments"] == 30
             page = await server.http.get("/v1/streaming/console")
             assert page.headers["content-type"].startswith("text/html")
             # Nothing lists the sessions.
             assert (await server.http.get(SESSIONS)).status_code == 405
+
+    asyncio.run(scenario())
+
+
+def test_no_setting_allows_more_sessions_than_the_engine_takes() -> None:
+    async def scenario() -> None:
+        async with served(max_sessions=99) as server:
+            assert (await server.http.get("/v1/streaming/config")).json()["limits"]["max_sessions"] == 8
 
     asyncio.run(scenario())
 

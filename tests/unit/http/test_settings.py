@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from attrs import fields_dict
 
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.core.errors import PolicyUsageError
@@ -45,3 +48,27 @@ def test_every_mistake_is_reported_at_once() -> None:
         "settings.top_p: expected a number in (0, 1], got 0",
         "settings.frequency_penalty: expected a number from -2 to 2, got 3",
     )
+
+
+SECONDS = [name for name in fields_dict(ServerSettings) if name.endswith("_s")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in SECONDS for value in (0, float("inf"))],
+        ("temperature", -0.1),
+        ("top_p", 1.1),
+        ("repetition_penalty", 0),
+        ("frequency_penalty", -2.1),
+    ],
+)
+def test_what_is_just_beyond_its_range_is_refused(name: str, value: float) -> None:
+    given: dict[str, Any] = {name: value}
+    with pytest.raises(PolicyUsageError, match=f"settings.{name}: expected"):
+        ServerSettings(**given)
+
+
+def test_the_edges_of_the_ranges_are_allowed() -> None:
+    assert ServerSettings(temperature=0, top_p=1, frequency_penalty=-2).top_p == 1
+    assert ServerSettings(frequency_penalty=2, max_tokens=1, max_sessions=1, max_frame_pixels=1).max_tokens == 1

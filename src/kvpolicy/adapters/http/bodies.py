@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import field, frozen
 from pydantic import BaseModel
 from pydantic_core import from_json
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from kvpolicy.adapters.http.errors import ApiError, bad_request, too_large
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from fastapi import Request
-    from starlette.datastructures import Headers, UploadFile
+    from starlette.datastructures import UploadFile
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _JSON, _TEXT, _FORM = "application/json", "text/plain", "multipart/form-data"
@@ -46,10 +48,18 @@ class Frame:
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's parser, with every part kept in memory: the cap of the body is below what is worth a file."""
+    """Starlette's parser, with every part kept in memory: the cap of the body is below what is worth a file.
+
+    A form is UTF-8 whatever charset its header names: some of Python's fail in ways of their own, or take a minute.
+    """
 
     def __init__(self, headers: Headers, body: bytes) -> None:
-        super().__init__(headers, _in_one_piece(body), max_files=4, max_fields=4, max_part_size=len(body))
+        _, parameters = parse_options_header(headers["content-type"])
+        kind = _FORM.encode()
+        if (boundary := parameters.get(b"boundary")) is not None:
+            kind += b'; boundary="' + boundary.replace(b"\\", rb"\\").replace(b'"', rb"\"") + b'"'
+        only = Headers(raw=[(b"content-type", kind)])
+        super().__init__(only, _in_one_piece(body), max_files=4, max_fields=4, max_part_size=len(body))
         self.spool_max_size = len(body)
 
 

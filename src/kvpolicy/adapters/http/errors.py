@@ -146,7 +146,8 @@ def api_error(error: Exception) -> ApiError | None:  # noqa: PLR0911 - one line 
             return bad_request("invalid", error.reasons)
         case ChunkRefusedError():
             status = 413 if error.code == "chunk_too_long" else 400
-            return ApiError(status, error.code, error.message, kind="ChunkRefusedError")
+            reasons = error.message.splitlines()
+            return ApiError(status, error.code, error.message, kind="ChunkRefusedError", reasons=reasons)
         case CapacityError():
             return unavailable("no_room", str(error))
         case SessionFailedError():

@@ -11,7 +11,7 @@ from kvpolicy.adapters.http import log as events
 from kvpolicy.adapters.http.endings import EndReason
 from kvpolicy.adapters.http.errors import bad_request, gone, unavailable
 from kvpolicy.adapters.http.inflight import BodyBudget
-from kvpolicy.adapters.http.log import make_logger
+from kvpolicy.adapters.http.log import hide_session_ids, make_logger
 from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.adapters.http.page import make_page_router
 from kvpolicy.adapters.http.registry import SessionRegistry
@@ -51,7 +51,8 @@ class SessionFrontend:
         self._is_stopping = False
 
     def attach(self, app: FastAPI) -> None:
-        """Add the routes. Until ``start`` they answer 503."""
+        """Add the routes. Until ``start`` they answer 503. The access log of uvicorn shows no whole id of theirs."""
+        hide_session_ids()
         app.include_router(make_router(self))
         app.include_router(make_page_router())
 
@@ -137,7 +138,7 @@ class SessionFrontend:
         sampling = {**self.settings.sampling(), **wanted.sampling.given()}
         reasons = list(_model_errors(wanted, facts))
         try:
-            port = self._surroundings().engine.open_session(
+            port = await self._surroundings().engine.open_session(
                 system_prompt=wanted.system_prompt,
                 retention=None if wanted.retention is None else wanted.retention.given(),
                 sampling=sampling,

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image as DecodedImage
 
 _FORMATS = ((b"\xff\xd8\xff", "JPEG"), (b"\x89PNG\r\n\x1a\n", "PNG"))
-# What Pillow raises on damaged data, by experiment (tests/unit/http/test_images.py damages images at random).
-_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
+# What Pillow raises on damaged data, by experiment (tests/unit/http/test_images.py damages images, also at random). An
+# image whose palette is missing fails an assertion of Pillow's; where Python skips those, what comes after it.
+_NO_PALETTE = (AssertionError, AttributeError)
+_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error, *_NO_PALETTE)
 
 
 def image_format(data: bytes) -> str:

@@ -29,8 +29,13 @@ def _collectors() -> dict[str, Any]:
 
     return {
         "sessions": make(Gauge, "open", "Sessions, by state.", "state"),
-        "tokens": make(Gauge, "resident_tokens", "Tokens that the sessions hold."),
-        "blocks": make(Gauge, "resident_blocks", "KV blocks that the sessions hold."),
+        "tokens": make(Gauge, "resident_tokens", "Tokens that the sessions hold, as of their last replies."),
+        "blocks": make(
+            Gauge,
+            "resident_blocks",
+            "KV blocks that the sessions held at their last replies. One that was parked since then holds none.",
+        ),
+        "evictions": make(Counter, "evictions", "How often chunks pushed something out."),
         "evicted": make(Counter, "evicted_tokens", "Tokens that chunks pushed out."),
         "consolidations": make(Counter, "consolidations", "Windows that were computed anew."),
         "chunks": make(Counter, "chunks", "Chunks that were answered."),
@@ -63,9 +68,10 @@ class SessionMetrics:
         self._of("tokens").set(tokens)
         self._of("blocks").set(blocks)
 
-    def answered(self, reply: Reply, num_consolidations: int) -> None:
-        """Count one reply, and the consolidations since the one before."""
+    def answered(self, reply: Reply, *, num_evictions: int, num_consolidations: int) -> None:
+        """Count one reply, and the evictions and consolidations since the one before."""
         self._of("chunks").inc()
+        self._of("evictions").inc(num_evictions)
         self._of("evicted").inc(reply.evicted)
         self._of("consolidations").inc(num_consolidations)
         self._of("ttft").observe(reply.ttft_s)

@@ -95,7 +95,7 @@ class EnginePort(Protocol):
         """Return what the engine offers."""
         ...
 
-    def open_session(
+    async def open_session(
         self,
         *,
         system_prompt: str | None,
@@ -103,7 +103,7 @@ class EnginePort(Protocol):
         sampling: Mapping[str, Any],
         priority: int,
     ) -> SessionPort:
-        """Return a session. The engine hears of it with its first chunk.
+        """Return a session. The engine hears of it with its first chunk; the loop goes on meanwhile.
 
         ``retention`` has the budgets that were asked for; what is left out has the engine's defaults.
 

@@ -30,6 +30,7 @@ from kvpolicy.adapters.http.surroundings import (
 )
 from kvpolicy.adapters.http.views import reply_body, status_body
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
+from kvpolicy.core.replies import SessionStats
 from kvpolicy.core.session_ids import shown_id
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.http.flights import Waiter
     from kvpolicy.adapters.http.port import SessionPort
     from kvpolicy.adapters.http.schemas import StatusReply
-    from kvpolicy.core.replies import Reply, SessionStats
+    from kvpolicy.core.replies import Reply
 
 
 class ServedSession:
@@ -69,7 +70,8 @@ class ServedSession:
         self._driver: asyncio.Task[None] | None = None
         self._release: asyncio.Task[None] | None = None
         self._num_refused = 0
-        self._num_consolidations = 0
+        # What the metrics have of it.
+        self._counted = SessionStats()
         self._opened_s = self._used_s = around.clock()
         self._log.info(events.SESSION_OPENED, max_blocks=self.max_blocks)
 
@@ -199,8 +201,12 @@ class ServedSession:
         body = reply_body(self.id, flight.index, reply)
         self._pending, self._answered, self.num_frames = None, flight, flight.index + 1
         self._used_s = self._around.clock()
-        self._around.metrics.answered(reply, stats.num_consolidations - self._num_consolidations)
-        self._num_consolidations = stats.num_consolidations
+        self._around.metrics.answered(
+            reply,
+            num_evictions=stats.num_evictions - self._counted.num_evictions,
+            num_consolidations=stats.num_consolidations - self._counted.num_consolidations,
+        )
+        self._counted = stats
         self._log.info(events.CHUNK_ANSWERED, **body.model_dump(exclude={"session_id", "text", "stop_reason"}))
         flight.answer(body)
         self._on_change(self)

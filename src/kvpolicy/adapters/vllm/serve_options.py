@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -96,6 +97,15 @@ def take_options(namespace: argparse.Namespace) -> tuple[ServeOptions, tuple[str
     except PolicyUsageError as error:
         reasons += [_by_flag(reason) for reason in error.reasons]
     return ServeOptions(**ours, settings=settings), tuple(reasons)
+
+
+def as_typed(reason: str) -> str:
+    """Return a reason that begins with the name of an argument with the flag in its place.
+
+    >>> as_typed("async_scheduling: kvpolicy needs False, got True; leave it out")
+    '--async-scheduling: kvpolicy needs False, got True; leave it out'
+    """
+    return re.sub(r"^[a-z]+(_[a-z]+)+(?=[:\[])", lambda name: "--" + name[0].replace("_", "-"), reason)
 
 
 def _settings_fields() -> Mapping[str, tuple[Any, Any]]:

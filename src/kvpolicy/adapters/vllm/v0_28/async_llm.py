@@ -18,8 +18,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, require_session_config, session_engine_args
-from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
+from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_config_errors
+from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors, token_id_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.output_processor import RequestRefusedError, SessionOutputProcessor, sendable
@@ -30,6 +30,7 @@ from kvpolicy.adapters.vllm.v0_28.streams import InputStream
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, rehearse
 from kvpolicy.core.budget import RetentionBudget
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 from kvpolicy.core.fold import Refuse
 
@@ -92,14 +93,12 @@ class AsyncLLM(StockAsyncLLM):
             if model is not None:
                 arguments["model"] = model
             log_stats = not arguments.get("disable_log_stats", False) if log_stats is None else log_stats
-            vllm_config = checked_config(
-                session_engine_args(arguments, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
-            )
+            vllm_config = checked_config(arguments, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
         elif names := _given(arguments, model=model, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy):
             reason = f"vllm_config: expected no engine arguments beside it, got {', '.join(names)}"
             raise PolicyUsageError(reason)
         else:
-            require_session_config(vllm_config)
+            reject(session_config_errors(vllm_config))
         self._handler_may_run = False
         # Those whose input has not ended, by the queue that vLLM's input task has; the consumer reads from another.
         self._streams: dict[RequestOutputCollector, InputStream] = {}
@@ -111,6 +110,7 @@ class AsyncLLM(StockAsyncLLM):
         )
         # The output handler holds on to the processor it starts with, so ours must be there first.
         self.output_processor = SessionOutputProcessor.of_engine(self, self._counters)
+        self.output_processor.streams = self._streams
         self._handler_may_run = True
         try:
             asyncio.get_running_loop()
@@ -168,14 +168,21 @@ class AsyncLLM(StockAsyncLLM):
         params = self.checked_session_params(params)
         return Session(self, self.turn_encoder(system_prompt, use_chat_template), params, priority=priority)
 
-    def turn_encoder(self, system_prompt: str | None, use_chat_template: bool | None = None) -> TurnEncoder:  # noqa: FBT001 - as above
-        """Return what makes tokens of a session's turns.
+    def turn_encoder(
+        self,
+        system_prompt: str | None,
+        use_chat_template: bool | None = None,  # noqa: FBT001 - as above
+        *,
+        most_tokens: int | None = None,
+    ) -> TurnEncoder:
+        """Return what makes tokens of a session's turns; one that has more than ``most_tokens`` need not be encoded.
 
         Raises:
             PolicyUsageError: a chat template is wanted and the model has none.
         """
-        limit = self.model_config.max_model_len * self.renderer.tokenizer.max_chars_per_token
-        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=limit)
+        limit = self.model_config.max_model_len
+        max_chars = min(limit, most_tokens or limit) * self.renderer.tokenizer.max_chars_per_token
+        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=max_chars)
 
     @cached_property
     def _turn_tokenizer(self) -> Any:
@@ -188,7 +195,7 @@ class AsyncLLM(StockAsyncLLM):
         Raises:
             PolicyUsageError: every reason why a session chunk cannot have them.
         """
-        reasons = list(sampling_errors(params))
+        reasons = [*sampling_errors(params), *token_id_errors(params, int(self.model_config.get_vocab_size()))]
         try:
             retention = retention_of(params)
             if retention is not None:
@@ -261,8 +268,7 @@ class AsyncLLM(StockAsyncLLM):
         given = [request_id] if isinstance(request_id, str) else list(request_id)
         streams = [stream for stream in self._streams.values() if stream.name(internal=internal) in given]
         try:
-            for stream in streams:
-                await stream.stop()
+            await asyncio.gather(*(stream.stop() for stream in streams))
         finally:
             await super().abort(given, internal)
 
@@ -310,6 +316,7 @@ class AsyncLLM(StockAsyncLLM):
         is_final = not request.resumable
         if is_final:
             stream.is_complete = True
+            stream.replies.let_input_be()
             if isinstance(failure, Exception) and not stream.is_stopped:
                 # What the stream has raised; vLLM's input task left it in its own queue.
                 stream.replies.put(failure)

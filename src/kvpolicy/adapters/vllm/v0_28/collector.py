@@ -54,6 +54,13 @@ class BoundaryCollector(RequestOutputCollector):
             task.cancel()
             await asyncio.wait({task}, timeout=PATIENCE_S)
 
+    def let_input_be(self) -> None:
+        """Let the task that feeds the stream end by itself: it has nothing left to do but to send the end.
+
+        Stock vLLM does so too; who closes the queue would otherwise cancel that message.
+        """
+        self._input_stream_task = None
+
     def put(self, output: Any) -> None:
         """Add an output or an exception, without waiting."""
         last = self._unread[-1] if self._unread else None

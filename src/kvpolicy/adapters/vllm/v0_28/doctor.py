@@ -12,12 +12,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
+from kvpolicy.adapters.vllm.serve_options import as_typed
 from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
-from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.options import EngineOptions, policy_errors
 from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
-from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import EngineContractError, MissingExtraError, PolicyUsageError
 
 if TYPE_CHECKING:
@@ -53,12 +53,11 @@ def diagnose(arguments: Sequence[str]) -> Diagnosis:
     What is asked for is what the arguments turn on: sessions, a policy; both, if they turn on neither.
 
     Raises:
-        PolicyUsageError: a combination of flags that no server can have.
         SystemExit: by vLLM's parser: there is no such flag.
     """
     args, options, reasons = parsed(arguments, prog="kvpolicy doctor")
-    reject(reasons)
     found = _Findings()
+    found.both(*reasons)
     _look_at_engine(found)
     config = _look_at_configuration(found, args, options)
     _look_at_layout(found, config)
@@ -73,12 +72,12 @@ def diagnose(arguments: Sequence[str]) -> Diagnosis:
             Verdict(
                 name="A: bounded sessions (--enable-streaming)",
                 is_asked_for=options.enable_streaming or options.is_stock,
-                reasons=tuple(dict.fromkeys(found.sessions)),
+                reasons=tuple(dict.fromkeys(map(as_typed, found.sessions))),
             ),
             Verdict(
                 name=f"B: policies (--kv-cache-policy {policy or 'NAME'})",
                 is_asked_for=policy is not None or options.is_stock,
-                reasons=tuple(dict.fromkeys(found.policies)),
+                reasons=tuple(dict.fromkeys(map(as_typed, found.policies))),
             ),
         ),
     )
@@ -103,10 +102,10 @@ def _look_at_configuration(found: _Findings, args: Namespace, options: ServeOpti
     if args.model_tag is None and args.model == AsyncEngineArgs.model:
         found.facts.append(Fact("model", "none given; name one to have it checked"))
         return None
-    try:
-        config = configuration(args, options)
-    except PolicyUsageError as error:
-        found.both(*error.reasons)
+    config, reasons = configuration(args, options)
+    found.both(*reasons)
+    if config is None:
+        found.policies += policy_errors(options.kv_cache_policy)
         found.facts.append(Fact("engine configuration", "there can be none", is_good=False))
         return None
     try:

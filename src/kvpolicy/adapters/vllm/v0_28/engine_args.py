@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.options import CONFIG_KEY, POLICY_KEY, EngineOptions, policy_errors
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.policies import OFF
 from kvpolicy.core.policy_options import as_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm.config import VllmConfig
 
@@ -27,17 +30,21 @@ _COMPACTION_SCHEDULER = f"{_PACKAGE}.compaction_scheduler.CompactionScheduler"
 _CPU_WORKER = f"{_PACKAGE}.worker.PolicyCPUWorker"
 _GPU_WORKER = f"{_PACKAGE}.worker.PolicyGPUWorker"
 
+NO_CONFIG = (ValueError, OSError, NotImplementedError, VLLMClientError)
+"""What vLLM raises where there can be no configuration: a model that is not there, a flag that does not fit."""
+
 
 def session_engine_args(
     arguments: Mapping[str, Any], *, max_sessions: int | None = None, kv_cache_policy: Any = None
-) -> AsyncEngineArgs:
+) -> tuple[AsyncEngineArgs, tuple[str, ...]]:
     """Return stock engine arguments with our scheduler and worker and async scheduling off.
 
-    Raises:
-        PolicyUsageError: the caller set one of the arguments that kvpolicy must set itself.
+    Beside them: every reason why what was given cannot be. The arguments make a configuration all the same, so that
+    what its guards say comes with these reasons.
     """
-    options = {"max_sessions": max_sessions, POLICY_KEY: _portable(kv_cache_policy)}
-    return AsyncEngineArgs(**_with_seams(arguments, _SESSION_SCHEDULER, options))
+    options = {"max_sessions": max_sessions, POLICY_KEY: kv_cache_policy}
+    ours, reasons = _with_seams(arguments, _SESSION_SCHEDULER, options)
+    return AsyncEngineArgs(**ours), reasons
 
 
 def policy_arguments(arguments: Mapping[str, Any], kv_cache_policy: Any) -> dict[str, Any]:
@@ -46,7 +53,7 @@ def policy_arguments(arguments: Mapping[str, Any], kv_cache_policy: Any) -> dict
     Raises:
         PolicyUsageError: every reason why requests cannot have a policy in such an engine, before it is started.
     """
-    ours = _with_seams(arguments, _COMPACTION_SCHEDULER, {POLICY_KEY: _portable(kv_cache_policy)})
+    ours, reasons = _with_seams(arguments, _COMPACTION_SCHEDULER, {POLICY_KEY: kv_cache_policy})
     names = {field.name for field in fields(EngineArgs)}
     # The class itself makes objects of these, and nothing of them is checked here.
     own = ("compilation_config", "structured_outputs_config", "profiler_config")
@@ -57,21 +64,15 @@ def policy_arguments(arguments: Mapping[str, Any], kv_cache_policy: Any) -> dict
     }
     if isinstance(checked.get("kv_transfer_config"), dict):
         checked["kv_transfer_config"] = KVTransferConfig(**checked["kv_transfer_config"])
-    config = EngineArgs(**checked).create_engine_config(UsageContext.LLM_CLASS)
-    _require(config, (compaction_errors,), (_COMPACTION_SCHEDULER,))
+    config = _config(EngineArgs(**checked), UsageContext.LLM_CLASS, reasons, kv_cache_policy)
+    reject([*reasons, *_config_errors(config, (compaction_errors,), (_COMPACTION_SCHEDULER,))])
     return ours
 
 
-def _portable(policy: Any) -> Any:
-    """Return a policy in a form that every process of the engine can read; what is no policy as it is, to be refused.
-
-    Raises:
-        PolicyUsageError: options that JSON does not have.
-    """
-    return as_text(policy) if isinstance(policy, str | Mapping) else policy
-
-
-def _with_seams(arguments: Mapping[str, Any], scheduler: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_seams(
+    arguments: Mapping[str, Any], scheduler: str, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the arguments with what kvpolicy sets, and why those that were given cannot be."""
     given = {name: value for name, value in arguments.items() if value is not None}
     ours = {
         "scheduler_cls": scheduler,
@@ -86,41 +87,69 @@ def _with_seams(arguments: Mapping[str, Any], scheduler: str, options: Mapping[s
     additional = given.pop("additional_config", {})
     if not isinstance(additional, Mapping):
         reasons.append(f"additional_config: expected a mapping, got {type(additional).__name__}")
-    elif not isinstance(additional.get(CONFIG_KEY, {}), Mapping):
-        got = type(additional[CONFIG_KEY]).__name__
-        reasons.append(f"additional_config[{CONFIG_KEY!r}]: expected a mapping, got {got}")
-    if reasons:
-        # There will be no configuration to check; what else can be known without one is said now.
-        raise PolicyUsageError([*policy_errors(options.get(POLICY_KEY)), *reasons])
+        additional = {}
+    own = additional.get(CONFIG_KEY, {})
+    if not isinstance(own, Mapping):
+        reasons.append(f"additional_config[{CONFIG_KEY!r}]: expected a mapping, got {type(own).__name__}")
+        own = {}
     set_options = {name: value for name, value in options.items() if value is not None}
-    if set_options:
-        additional = {**additional, CONFIG_KEY: {**additional.get(CONFIG_KEY, {}), **set_options}}
-    return {**given, **ours, "additional_config": dict(additional)}
+    try:
+        set_options |= _portable(set_options)
+    except PolicyUsageError as error:
+        reasons += error.reasons
+        # Requests might have had a policy: what is said of such engines is still asked.
+        set_options[POLICY_KEY] = OFF
+    if set_options or CONFIG_KEY in additional:
+        additional = {**additional, CONFIG_KEY: {**own, **set_options}}
+    return {**given, **ours, "additional_config": dict(additional)}, tuple(reasons)
 
 
-def checked_config(engine_args: AsyncEngineArgs) -> VllmConfig:
-    """Return the engine configuration, checked before any model is loaded.
+def _portable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the policy in a form that every process of the engine can read; what is no policy is left, to be refused.
+
+    Raises:
+        PolicyUsageError: options that JSON does not have.
+    """
+    policy = options.get(POLICY_KEY)
+    return {POLICY_KEY: as_text(policy)} if isinstance(policy, str | Mapping) else {}
+
+
+def checked_config(
+    arguments: Mapping[str, Any], *, max_sessions: int | None = None, kv_cache_policy: Any = None
+) -> VllmConfig:
+    """Return the engine configuration, with what kvpolicy sets, checked before any model is loaded.
 
     Raises:
         PolicyUsageError: every reason why sessions, or the policy that was asked for, cannot run under it.
     """
-    config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    require_session_config(config)
+    ours, reasons = session_engine_args(arguments, max_sessions=max_sessions, kv_cache_policy=kv_cache_policy)
+    config = _config(ours, UsageContext.ENGINE_CONTEXT, reasons, kv_cache_policy)
+    reject([*reasons, *session_config_errors(config)])
     return config
 
 
-def require_session_config(config: VllmConfig) -> None:
-    """Check a ready engine configuration.
+def _config(engine_args: EngineArgs, context: UsageContext, reasons: Iterable[str], policy: Any) -> VllmConfig:
+    """Return the engine configuration.
 
     Raises:
-        PolicyUsageError: every reason why sessions, or the policy that was asked for, cannot run under it.
+        PolicyUsageError: there is none, and there are reasons of ours beside vLLM's.
     """
-    _require(config, (config_errors, compaction_errors), (_SESSION_SCHEDULER,))
+    try:
+        return engine_args.create_engine_config(context)
+    except NO_CONFIG as error:
+        if found := [*policy_errors(policy), *reasons]:
+            raise PolicyUsageError([*found, f"engine configuration: {error}"]) from error
+        raise
 
 
-def _require(
+def session_config_errors(config: VllmConfig) -> tuple[str, ...]:
+    """Return every reason why sessions, or the policy that was asked for, cannot run under a ready configuration."""
+    return _config_errors(config, (config_errors, compaction_errors), (_SESSION_SCHEDULER,))
+
+
+def _config_errors(
     config: VllmConfig, guards: tuple[Callable[[VllmConfig], tuple[str, ...]], ...], schedulers: tuple[str, ...]
-) -> None:
+) -> tuple[str, ...]:
     reasons: list[str] = []
     compacts = True
     try:
@@ -139,5 +168,4 @@ def _require(
         for name, value, ours in seams
         if value not in ours
     ]
-    if reasons:
-        raise PolicyUsageError(reasons)
+    return tuple(reasons)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -24,10 +26,14 @@ from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.policy_options import as_text
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from collections.abc import Mapping
+
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
     from kvpolicy.adapters.vllm.v0_28.compactions import PolicyAdmission
     from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters
+    from kvpolicy.adapters.vllm.v0_28.streams import InputStream
 
 
 class RequestRefusedError(PolicyUsageError, VLLMClientError):
@@ -137,6 +143,15 @@ class SessionRequestState(RequestState):
 
     template: Any = None
 
+    def _new_completion_output(
+        self, token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None
+    ) -> CompletionOutput:
+        """Return a piece of a reply; one without tokens has no log-probabilities (the stock one repeats them all)."""
+        output = super()._new_completion_output(token_ids, finish_reason, stop_reason)
+        if not token_ids and output.logprobs and self.output_kind == RequestOutputKind.DELTA:
+            output.logprobs = output.logprobs[:0]
+        return output
+
     def apply_streaming_update(self, update: StreamingUpdate) -> None:
         """Start the next chunk with fresh text, tokens, log-probabilities and statistics."""
         fresh = type(self).from_new_request(
@@ -155,6 +170,16 @@ class SessionRequestState(RequestState):
 
 class SessionOutputProcessor(PolicyOutputProcessor):
     """The output processor with per-chunk state for sessions and terminal ABORT and ERROR."""
+
+    # Those of the engine whose input has not ended.
+    streams: Mapping[RequestOutputCollector, InputStream] = MappingProxyType({})
+
+    def propagate_error(self, e: Exception) -> None:
+        """Tell every consumer that the engine is gone, those of streams that it never heard of as well."""
+        super().propagate_error(e)
+        for stream in list(self.streams.values()):
+            if stream.replies.request_id not in self.request_states:
+                stream.replies.put(e)
 
     def add_request(
         self,

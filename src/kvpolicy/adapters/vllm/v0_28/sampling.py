@@ -28,15 +28,12 @@ _TYPES = {
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
-def sampling_params_from(
-    mapping: Mapping[str, Any], *, defaults: Mapping[str, Any], num_token_ids: int
-) -> SamplingParams:
+def sampling_params_from(mapping: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the parameters that a mapping (a JSON object, say) describes.
 
     Args:
         mapping: fields of vLLM's ``SamplingParams``.
         defaults: of what is left out, where vLLM's own are not wanted.
-        num_token_ids: size of the model's vocabulary.
 
     Raises:
         PolicyUsageError: unknown fields, wrong types and impossible values, all at once.
@@ -54,13 +51,6 @@ def sampling_params_from(
             reasons.append(f"sampling.{name}: {_lower_first(str(error))}")
             continue
         reasons += [f"sampling.{name}: {reason}" for reason in _number_errors(value)]
-    if not reasons:
-        # The engine looks at these ids without asking whether they exist.
-        reasons = [
-            f"sampling.stop_token_ids: expected ids from 0 to {num_token_ids - 1}, got {token}"
-            for token in values.get("stop_token_ids") or ()
-            if not 0 <= token < num_token_ids
-        ]
     if reasons:
         raise PolicyUsageError(reasons)
     try:

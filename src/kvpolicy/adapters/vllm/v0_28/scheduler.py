@@ -18,10 +18,10 @@ from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS, cache_errors, config_e
 from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord, grammar_error
-from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, ChunkReport, StepDirective
+from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, StepDirective
 from kvpolicy.core.budget import SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
-from kvpolicy.core.events import ChunkRefused, SessionFailed
+from kvpolicy.core.events import ChunkRefused
 from kvpolicy.core.fold import Refuse
 from kvpolicy.core.ranking import rank_idle_sessions
 from kvpolicy.core.spaces import blocks_for
@@ -71,7 +71,7 @@ class SessionScheduler(CompactionScheduler):
         )
         # Sessions whose reply has ended, or whose idle consolidation has been computed, in the step being processed.
         self._settling: list[SessionRecord] = []
-        self._reports: dict[str, ChunkReport] = {}
+        self._reports: dict[str, dict[str, Any]] = {}
         # Sessions of this step whose grammar has rejected a token.
         self._rejecting: set[str] = set()
 
@@ -160,13 +160,17 @@ class SessionScheduler(CompactionScheduler):
         directive = super()._directive(scheduler_output)
         if not self.sessions.records:
             return directive
-        rope_shift = self.sessions.rope_shift
-        shifts = {
-            request_id: shift
-            for request_id in scheduler_output.num_scheduled_tokens
-            if (shift := rope_shift(request_id))
-        }
+        shifts: dict[str, int] = {}
+        for request_id in scheduler_output.num_scheduled_tokens:
+            record = self.sessions.records.get(request_id)
+            if record is not None:
+                self._guarded(record.request, partial(self._add_shift, shifts, request_id))
         return evolve(directive, rope_shifts=shifts)
+
+    def _add_shift(self, shifts: dict[str, int], request_id: str) -> None:
+        shift = self.sessions.rope_shift(request_id)
+        if shift:
+            shifts[request_id] = shift
 
     def _update_request_with_output(
         self,
@@ -197,7 +201,7 @@ class SessionScheduler(CompactionScheduler):
             self._rejecting.add(request.request_id)
         ended = bool(request.streaming_queue) and request.streaming_queue[0] is None
         settled = self._guarded(
-            request, lambda: self._reports.update({request.request_id: self.sessions.stopped(record)})
+            request, lambda: self._reports.update({request.request_id: self.sessions.stopped(record).to_wire()})
         )
         if ended or not settled:
             return True
@@ -221,7 +225,7 @@ class SessionScheduler(CompactionScheduler):
         rejecting, self._rejecting = self._rejecting, set()
         for output in chain.from_iterable(batch.outputs for batch in outputs.values()):
             if output.finish_reason is not None and output.request_id in reports:
-                output.kv_transfer_params = reports[output.request_id].to_wire()
+                output.kv_transfer_params = reports[output.request_id]
                 if output.request_id in rejecting:
                     output.finish_reason = FinishReason.STOP
                     output.stop_reason = STOP_PREFIX + "grammar_rejected"
@@ -392,7 +396,10 @@ class SessionScheduler(CompactionScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> tuple[Any, Any]:  # noqa: FBT001, FBT002 - stock signature
         freed: tuple[Any, Any] = super()._free_request(request, delay_free_blocks)
-        self.sessions.close(request.request_id)
+        try:
+            self.sessions.close(request.request_id)
+        except Exception:  # noqa: BLE001 - it has ended, and everything it held is back
+            log_fault("closing.failed", request_id=request.request_id)
         return freed
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -400,10 +407,10 @@ class SessionScheduler(CompactionScheduler):
     def _end(self, request: Request, refusal: Refuse) -> None:
         """End a request or a session with an error; the others go on."""
         if request.resumable or request.request_id in self.sessions.records:
-            self.sessions.events.emit(
-                SessionFailed(request_id=request.request_id, code=refusal.code, message=refusal.message)
-            )
-            self.sessions.fail(request.request_id)
+            try:
+                self.sessions.fail(request.request_id, refusal)
+            except Exception:  # noqa: BLE001 - it ends all the same
+                log_fault("failing.failed", request_id=request.request_id)
         # The request may be a chunk's message: what lives in the queues is the session's own request.
         live = self.requests.get(request.request_id)
         if (

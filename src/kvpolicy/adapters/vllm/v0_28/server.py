@@ -25,10 +25,11 @@ from vllm.exceptions import VLLMClientError
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
+from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, as_typed, take_options
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.engine_args import require_session_config, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import NO_CONFIG, session_config_errors, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
+from kvpolicy.adapters.vllm.v0_28.options import policy_errors
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.checks import reject
@@ -102,40 +103,35 @@ def server_config(args: Namespace, options: ServeOptions, reasons: Sequence[str]
     Raises:
         PolicyUsageError: every reason why there can be no such server, with those that are known before (``reasons``).
     """
-    reasons = [*reasons, *process_errors(args)]
-    try:
-        config = configuration(args, options)
-    except PolicyUsageError as error:
-        raise PolicyUsageError([*reasons, *error.reasons]) from None
-    reasons += model_errors(config)
-    try:
-        require_session_config(config)
-    except PolicyUsageError as error:
-        reasons += error.reasons
-    if reasons:
-        raise PolicyUsageError(dict.fromkeys(reasons))
+    config, found = configuration(args, options)
+    reasons = [*reasons, *process_errors(args), *found]
+    if config is None:
+        reasons += policy_errors(options.kv_cache_policy)
+    else:
+        reasons += [*model_errors(config), *session_config_errors(config)]
+    if config is None or reasons:
+        raise PolicyUsageError(dict.fromkeys(map(as_typed, reasons)))
     return config
 
 
-def configuration(args: Namespace, options: ServeOptions) -> VllmConfig:
-    """Return the engine's configuration as the flags ask for it; its guards are another matter.
+def configuration(args: Namespace, options: ServeOptions) -> tuple[VllmConfig | None, tuple[str, ...]]:
+    """Return the engine's configuration as the flags ask for it, and why they cannot ask so; its guards come later.
 
-    Raises:
-        PolicyUsageError: every reason why there is none.
+    Where a flag must have the value that kvpolicy needs, it has it. None: there can be no configuration at all.
     """
     if args.mm_processor_cache_gb is None:
         # Nobody asked for it, and an item that it knows comes without the data that an evicted one needs.
         args.mm_processor_cache_gb = 0
+    reasons: tuple[str, ...] = ()
     try:
         stock = AsyncEngineArgs.from_cli_args(args)
         given = {field.name: getattr(stock, field.name) for field in fields(stock)}
-        ours = session_engine_args(given, max_sessions=options.max_sessions, kv_cache_policy=options.kv_cache_policy)
-        return ours.create_engine_config(_CONTEXT)
-    except PolicyUsageError:
-        raise
-    # What vLLM itself says of a configuration that cannot be: a model that is not there, a flag that does not fit.
-    except (ValueError, OSError, NotImplementedError, VLLMClientError) as error:
-        raise PolicyUsageError(f"engine configuration: {error}") from error
+        ours, reasons = session_engine_args(
+            given, max_sessions=options.max_sessions, kv_cache_policy=options.kv_cache_policy
+        )
+        return ours.create_engine_config(_CONTEXT), reasons
+    except NO_CONFIG as error:
+        return None, (*reasons, f"engine configuration: {error}")
 
 
 @define
@@ -215,9 +211,7 @@ class _Server:
         setattr(app.state, PLUGIN_MARK, True)
         if self.options.enable_streaming:
             from kvpolicy.adapters.http.frontend import SessionFrontend
-            from kvpolicy.adapters.http.log import hide_session_ids
 
-            hide_session_ids()
             self.frontend = SessionFrontend(self.options.settings)
             self.frontend.attach(app)
         await init_app_state(engine, app.state, self.args, tasks)

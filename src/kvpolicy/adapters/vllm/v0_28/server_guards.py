@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def process_errors(args: Namespace) -> Iterator[str]:
     """Yield why sessions and policies cannot run in the processes that the flags ask for."""
-    if (args.api_server_count or 1) != 1:
+    if args.api_server_count not in (None, 1):
         yield (
             f"--api-server-count {args.api_server_count}: must be 1 (a session lives in the process that opened it; "
             "start several servers behind a router instead)"

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 _TERMINAL = frozenset(map(str, TERMINAL))
 
 
-# Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
-_LONG_TURN = 4_000
-
-
 class _Pending:
     """The reply being collected."""
 
@@ -85,6 +81,11 @@ class Session:
         self._ended: Exception | None = None
         self._is_closing = False
         self._stats = SessionStats()
+        self.check_first: Callable[[int, SamplingParams], None] | None = None
+        """Is given the number of tokens and the parameters of a chunk while none has been answered, before it is sent.
+
+        What it raises is that push's error, and the session is as it was: asked in the engine, it would be over.
+        """
 
     async def push(
         self,
@@ -112,6 +113,8 @@ class Session:
         params = self._engine.checked_session_params(sampling_params or self._params)
         prompt = TokensPrompt(prompt_token_ids=await self._tokens(turn))
         self._require_ready()
+        if self.check_first is not None and self._stats.num_chunks == 0:
+            self.check_first(len(prompt["prompt_token_ids"]), params)
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name=self.id)
         pending = self._pending = _Pending(len(prompt["prompt_token_ids"]), on_text)
@@ -129,7 +132,10 @@ class Session:
         return self._stats
 
     async def close(self) -> None:
-        """End the session and wait until the engine has let go of it. Calling it again waits for the same end."""
+        """End the session and wait until the engine has been told. Calling it again waits for the same end.
+
+        The engine lets go of it before it takes in anything that is sent later.
+        """
         pump = self._pump
         self._ended = self._ended or SessionClosedError("session: it was closed")
         if pump is not None:
@@ -162,8 +168,7 @@ class Session:
 
     async def _tokens(self, turn: str | Sequence[int]) -> list[int]:
         if isinstance(turn, str):
-            is_long = len(turn) > _LONG_TURN
-            return await asyncio.to_thread(self._encoder.encode, turn) if is_long else self._encoder.encode(turn)
+            return await self._encoder.encode_aside(turn)
         tokens = list(turn)
         reasons = []
         if not tokens or any(type(token) is not int or token < 0 for token in tokens):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,12 @@ from attrs import frozen
 
 from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
 from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
-from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors, most_blocks
-from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.checks import reject
+from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -77,6 +78,8 @@ class SessionEngine:
         ``model_names`` are all of the server: an engine keeps the first.
         """
         self._engine = engine
+        # The tokenizer is copied now, which takes long, and not while there is traffic.
+        engine.turn_encoder(None)
         config = engine.vllm_config
         # vLLM adds up the blocks of its data-parallel engines, and each keeps one (the null block) for itself.
         num_engines = config.parallel_config.data_parallel_size
@@ -102,7 +105,7 @@ class SessionEngine:
         """Return what the engine offers."""
         return self._facts
 
-    def open_session(
+    async def open_session(
         self,
         *,
         system_prompt: str | None,
@@ -125,7 +128,7 @@ class SessionEngine:
         except PolicyUsageError as error:
             reasons += error.reasons
         try:
-            budget = self._budget(system_prompt, retention, max_tokens)
+            budget = await self._budget(system_prompt, retention, max_tokens)
         except PolicyUsageError as error:
             reasons += error.reasons
         if reasons:
@@ -134,11 +137,13 @@ class SessionEngine:
         session = self._engine.open_session(
             system_prompt=system_prompt, retention=in_force, sampling_params=params, priority=priority
         )
+        if budget is not None:
+            session.check_first = partial(self._require_fit, budget)
         return OpenSession(
             retention=in_force, max_blocks=most_blocks(budget, self._limits), session=session, engine=self
         )
 
-    def _budget(
+    async def _budget(
         self, system_prompt: str | None, retention: Mapping[str, Any] | None, max_tokens: int | None
     ) -> RetentionBudget | None:
         """Return the budget that a session would have, with its total; None without retention.
@@ -149,12 +154,30 @@ class SessionEngine:
         if retention is None:
             return None
         budget = RetentionBudget.from_mapping(retention).resolved(self._limits, max_tokens)
-        # The shortest turn there is: what is too long even so can be said now.
-        first_chunk = len(self._engine.turn_encoder(system_prompt).encode("-"))
-        reasons = admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
-        if reasons:
-            raise PolicyUsageError(reasons)
+        total = budget.require_total()
+        encoder = self._engine.turn_encoder(system_prompt, most_tokens=total)
+        reasons, first_chunk = [], 1
+        try:
+            # The shortest turn there is: what is too long even so can be said now.
+            first_chunk = len(await encoder.encode_aside("-"))
+        except ChunkRefusedError:
+            reasons.append(
+                f"system_prompt: expected fewer than {encoder.max_chars} characters (more never fit into "
+                f"budget.total_tokens {total}), got {len(system_prompt or '')}"
+            )
+        reasons += admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
+        reject(reasons)
         return budget
+
+    def _require_fit(self, budget: RetentionBudget, num_tokens: int, params: SamplingParams) -> None:
+        """Check what the engine will check of a session's first chunk, and would end the session for.
+
+        Raises:
+            ChunkRefusedError: the chunk and its reply do not fit into the budget.
+        """
+        reasons = admission_errors(budget, self._limits, first_chunk_tokens=num_tokens, max_tokens=params.max_tokens)
+        if reasons:
+            raise ChunkRefusedError("chunk_too_long", "\n".join(reasons))
 
     def sampling_params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """Return vLLM's parameters; what is left out: greedy, at most 24 tokens.
@@ -162,11 +185,7 @@ class SessionEngine:
         Raises:
             PolicyUsageError: every reason why there are no such parameters.
         """
-        num_token_ids = int(self._engine.model_config.get_vocab_size())
-        params = sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS, num_token_ids=num_token_ids)
-        if reasons := sampling_errors(params):
-            raise PolicyUsageError(reasons)
-        return params
+        return self._engine.checked_session_params(sampling_params_from(sampling, defaults=_SAMPLING_DEFAULTS))
 
     def failure(self) -> str | None:
         """Return why the engine is dead; None while it lives."""

@@ -20,6 +20,7 @@ from kvpolicy.core.events import (
     RangeEvicted,
     SessionClosed,
     SessionConsolidated,
+    SessionFailed,
     SessionOpened,
     SessionParked,
     SessionPreempted,
@@ -33,6 +34,7 @@ from kvpolicy.core.fold import (
     FoldPlan,
     Refuse,
     consolidates_next,
+    dense_refusal,
     plan_fold,
 )
 from kvpolicy.core.ledger import SessionLedger
@@ -119,6 +121,9 @@ class SessionBook:
             reasons += admission_errors(
                 budget, self.limits, first_chunk_tokens=first_chunk, max_tokens=request.max_tokens
             )
+        elif not reasons:
+            refusal = dense_refusal(0, _shape_of(request), self.limits)
+            reasons += [refusal.message] if refusal is not None else []
         if reasons:
             raise PolicyUsageError(reasons)
         return SessionRecord(
@@ -126,7 +131,7 @@ class SessionBook:
             retention=retention,
             budget=budget,
             ledger=SessionLedger.opened(first_chunk, anchor_tokens=budget.anchor_tokens if budget else None),
-            last_chunk=ChunkShape(first_chunk, request.max_tokens),
+            last_chunk=_shape_of(request),
             chunk=marker.ordinal if marker is not None else 0,
         )
 
@@ -316,8 +321,9 @@ class SessionBook:
             message=refusal.message if refusal else None,
         )
 
-    def fail(self, request_id: str) -> None:
-        """Note that a session ends with an error; its request is freed next."""
+    def fail(self, request_id: str, refusal: Refuse) -> None:
+        """Note that a session ends with an error, or never began; its request, if any, is freed next."""
+        self.events.emit(SessionFailed(request_id=request_id, code=refusal.code, message=refusal.message))
         record = self.records.get(request_id)
         if record is not None and record.state is not SessionState.CLOSED:
             record.advance(SessionInput.FAIL)
@@ -361,8 +367,10 @@ def _views(ledger: SessionLedger, num_resident: int) -> tuple[tuple[str, int], .
     return tuple(views)
 
 
-def _shape_of(update: StreamingUpdate) -> ChunkShape:
-    return ChunkShape(len(update.prompt_token_ids or ()), update.max_tokens)
+def _shape_of(chunk: Request | StreamingUpdate) -> ChunkShape:
+    return ChunkShape(
+        len(chunk.prompt_token_ids or ()), chunk.max_tokens, min_tokens=max(1, chunk.sampling_params.min_tokens)
+    )
 
 
 def grammar_error(error: Exception) -> str:

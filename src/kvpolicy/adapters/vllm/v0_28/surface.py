@@ -207,6 +207,7 @@ SURFACE: tuple[PrivateName, ...] = (
         add_request="self request prompt parent_req request_index queue",
         process_outputs="self engine_core_outputs engine_core_timestamp iteration_stats",
         _update_streaming_request_state="self req_state request prompt",
+        propagate_error="self e",
     ),
     *_attributes(
         "vllm.v1.engine.output_processor",
@@ -230,6 +231,7 @@ SURFACE: tuple[PrivateName, ...] = (
         "vllm.v1.engine.output_processor",
         "RequestState",
         apply_streaming_update="self update",
+        _new_completion_output="self token_ids finish_reason stop_reason",
         from_new_request="tokenizer request prompt parent_req request_index queue log_stats stream_interval",
     ),
     *_attributes("vllm.v1.engine.output_processor", "RequestState", "streaming_input input_chunk_queue queue"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Any
 
 from attrs import define, field
 
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
+
+# Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
+_LONG_TURN = 4_000
 
 
 @define
@@ -36,6 +40,16 @@ class TurnEncoder:
         if self.use_template is None:
             self.use_template = has_template
 
+    async def encode_aside(self, text: str) -> list[int]:
+        """Return what ``encode`` returns; a long text is encoded in a thread while the loop goes on.
+
+        Raises:
+            ChunkRefusedError: as ``encode``.
+            PolicyUsageError: as ``encode``.
+        """
+        is_long = self._num_chars(text) > _LONG_TURN
+        return await asyncio.to_thread(self.encode, text) if is_long else self.encode(text)
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens that this turn adds to the session.
 
@@ -44,11 +58,9 @@ class TurnEncoder:
             PolicyUsageError: the turn has no tokens.
         """
         is_first = self._num_turns == 0
-        num_chars = len(text) + len(self.system_prompt or "") * is_first
+        num_chars = self._num_chars(text)
         if self.max_chars is not None and num_chars > self.max_chars:
-            message = (
-                f"turn: expected at most {self.max_chars} characters (more never fit the context), got {num_chars}"
-            )
+            message = f"turn: expected at most {self.max_chars} characters (more never fit), got {num_chars}"
             raise ChunkRefusedError("chunk_too_long", message)
         rendered = self._with_template(text, is_first=is_first) if self.use_template else self._plain(text, is_first)
         # A template writes its own special tokens; plain text gets those that the tokenizer puts at a beginning.
@@ -61,6 +73,10 @@ class TurnEncoder:
     def sent(self) -> None:
         """Note that the turn encoded last was accepted by the session."""
         self._num_turns += 1
+
+    def _num_chars(self, text: str) -> int:
+        is_first = self._num_turns == 0
+        return len(text) + len(self.system_prompt or "") * is_first
 
     def _plain(self, text: str, is_first: bool) -> str:  # noqa: FBT001 - private
         return f"{self.system_prompt}{text}" if is_first and self.system_prompt else text
