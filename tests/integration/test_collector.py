@@ -46,6 +46,14 @@ def test_replies_are_never_merged(kind: Any) -> None:
     assert not queue.ready.is_set()
 
 
+@pytest.mark.parametrize("kind", only_ours_passes("it keeps the newest output only, be it of the next reply"))
+def test_of_a_cumulative_reply_the_newest_output_is_kept(kind: Any) -> None:
+    queue = kind(RequestOutputKind.CUMULATIVE, "a")
+    for output in (piece(1), piece(1, 2), piece(1, 2, 3, finish="length"), piece(4), piece(4, 5)):
+        queue.put(output)
+    assert drain(queue) == [([1, 2, 3], "length"), ([4, 5], None)]
+
+
 @pytest.mark.parametrize("kind", only_ours_passes("an exception takes the place of what nobody has read"))
 def test_an_exception_overtakes_nothing(kind: Any) -> None:
     queue = kind(RequestOutputKind.DELTA, "a")
