@@ -84,6 +84,13 @@ def test_the_api_key_covers_the_session_routes(streaming: ServerProcess) -> None
         assert httpx.post(streaming.url + path, timeout=60).status_code == httpx.codes.UNAUTHORIZED
 
 
+def test_what_is_no_route_is_answered_by_the_servers_own_router(streaming: ServerProcess) -> None:
+    with client(streaming) as http:
+        for method, path, status in (("GET", "nothing", 404), ("PUT", "config", 405)):
+            answer = http.request(method, ROUTES + path)
+            assert (answer.status_code, list(answer.json())) == (status, ["detail"]), answer.text
+
+
 def test_the_limits_of_the_command_line_are_those_of_the_server(streaming: ServerProcess) -> None:
     with client(streaming) as http:
         config = http.get(ROUTES + "config").json()

@@ -187,7 +187,6 @@ SURFACE: tuple[PrivateName, ...] = (
     ),
     *_methods("vllm.v1.serial_utils", "MsgpackEncoder", encode="self obj"),
     *_methods("vllm.v1.serial_utils", "MsgpackDecoder", decode="self bufs"),
-    *_methods("vllm.v1.engine.output_processor", "OutputProcessor", propagate_error="self e"),
     # Which data-parallel engine has a session.
     *_attributes("vllm.v1.engine.core_client", "DPLBAsyncMPClient", "reqs_in_flight engine_inflight core_engines"),
     *_attributes("vllm.v1.metrics.loggers", "StatLoggerManager", "stat_loggers"),
