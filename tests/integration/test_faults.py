@@ -651,14 +651,17 @@ def test_an_abort_before_the_first_chunk(engine: Any, runner: asyncio.Runner) ->
 @OURS
 def test_an_abort_does_not_wait_for_ever(engine: Any, runner: asyncio.Runner) -> None:
     """A producer that will not be cancelled: the consumer is told, and the rest lets go once the producer ends."""
-    may_end = asyncio.Event()
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
 
     async def stubborn() -> AsyncGenerator[StreamingInput, None]:
-        yield chunk([9] * 5)
-        while not may_end.is_set():
-            with suppress(asyncio.CancelledError):
-                await may_end.wait()
-        yield chunk([9] * 5)
+        try:
+            yield chunk([9] * 5)
+            while not may_end.is_set():
+                with suppress(asyncio.CancelledError):
+                    await may_end.wait()
+            yield chunk([9] * 5)
+        finally:
+            has_ended.set()
 
     async def use() -> None:
         heard = Heard()
@@ -675,6 +678,7 @@ def test_an_abort_does_not_wait_for_ever(engine: Any, runner: asyncio.Runner) ->
             may_end.set()
             while engine._streams:
                 await asyncio.sleep(0.001)
+            await has_ended.wait()
 
     try:
         runner.run(use())

@@ -85,7 +85,7 @@ class SessionPreempted(Event):
 
 @frozen(kw_only=True)
 class ChunkRefused(Event):
-    """A chunk was not taken in; the session goes on without it."""
+    """A chunk was not taken in; the session goes on without it, if it has not ended (``session_ended``)."""
 
     name: ClassVar[str] = "chunk.refused"
 

@@ -102,6 +102,8 @@ class AsyncLLM(StockAsyncLLM):
         self._handler_may_run = False
         # Those whose input has not ended, by the queue that vLLM's input task has; the consumer reads from another.
         self._streams: dict[RequestOutputCollector, InputStream] = {}
+        # Streams that are being closed: the event loop alone would forget them.
+        self._closing: set[asyncio.Future[None]] = set()
         self._counters = CompactionCounters()
         if log_stats and EngineOptions.from_config(vllm_config).compacts:
             own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
@@ -285,8 +287,15 @@ class AsyncLLM(StockAsyncLLM):
         queue = await super()._add_streaming_input_request(request_id, chunks, sampling_params, *args, **kwargs)
         # The input task has been made but has not run yet, so this comes before its first chunk.
         self._streams[queue] = stream
-        stream.replies.adopt(queue).add_done_callback(lambda _: self._streams.pop(queue).input_ended())
+        stream.replies.adopt(queue).add_done_callback(lambda _: self._input_done(queue, chunks))
         return stream.replies
+
+    def _input_done(self, queue: RequestOutputCollector, chunks: AsyncGenerator[StreamingInput, None]) -> None:
+        self._streams.pop(queue).input_ended()
+        # The input task does not close what it reads from, and an error of sending a chunk keeps it alive.
+        closing = asyncio.ensure_future(chunks.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _add_request(
         self,
