@@ -487,8 +487,9 @@ def test_closing_does_not_cancel_the_message_that_ends_the_session(
         monkeypatch.setattr(engine.engine_core, "add_request_async", slowly)
         async with engine.open_session(retention=WINDOW, sampling_params=exact(2)) as session:
             await session.push([5] * 20)
-        while engine._streams:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            while engine._streams:
+                await asyncio.sleep(0)
         assert await num_missing_blocks(engine) == 0
 
     run(use())

@@ -649,6 +649,24 @@ def test_an_abort_before_the_first_chunk(engine: Any, runner: asyncio.Runner) ->
 
 
 @OURS
+@pytest.mark.parametrize("num_chunks", [0, 1])
+def test_a_producer_may_abort_its_own_stream(engine: Any, runner: asyncio.Runner, num_chunks: int) -> None:
+    """It cannot be waited for, and is not cancelled by its own call."""
+    told: list[str] = []
+
+    async def stream() -> AsyncGenerator[StreamingInput, None]:
+        for _ in range(num_chunks):
+            yield chunk([9] * 5)
+        await engine.abort("own")
+        told.append("abort returned")
+
+    heard = hear(runner, engine, stream(), delta(400), "own")
+    assert told == ["abort returned"]
+    assert heard.replies[-1][1:] == ("abort", None)
+    assert len(heard.replies) == 1
+
+
+@OURS
 def test_an_abort_does_not_wait_for_ever(engine: Any, runner: asyncio.Runner) -> None:
     """A producer that will not be cancelled: the consumer is told, and the rest lets go once the producer ends."""
     may_end, has_ended = asyncio.Event(), asyncio.Event()

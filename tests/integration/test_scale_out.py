@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 SESSIONS = "/v1/streaming/sessions"
 NUM_SESSIONS, NUM_TURNS = 12, 10
-# Later flags win over those of every such server: there is room for all sessions on one of them, and for the budget
-# of who names none.
 # A reply takes seconds, so that it is still being made when its first piece has come, however slow the test is.
 LONG_REPLY = 1600
 # Nothing may take longer than this.
 PATIENCE_S = 60
+# Later flags win over those of every such server: there is room for all sessions on one of them, and for the budget
+# of who names none.
 FLAGS = ["--enable-streaming", "--max-num-seqs", "40", "--num-gpu-blocks-override", "900", "--max-model-len", "2048"]
 
 

@@ -144,11 +144,14 @@ def test_replies_are_greedy_and_short_unless_something_else_is_asked_for(engine:
     assert (params.temperature, params.max_tokens) == (0.0, 24)
 
 
-def slowly(tokens: list[list[int]], encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Return what encodes as a tokenizer does that needs long for any text, and keep what it returned."""
+def slowly(tokens: list[list[int]], ticks: list[int], encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Return what encodes like a tokenizer that needs as long as six ticks of the loop, and keep what it returned."""
 
     def encode_slowly(encoder: TurnEncoder, text: str) -> list[int]:
-        time.sleep(0.3)
+        enough, deadline_s = len(ticks) + 6, time.monotonic() + 20
+        while len(ticks) < enough:
+            assert time.monotonic() < deadline_s, "the loop stands still"
+            time.sleep(0.01)
         tokens.append(encode(encoder, text))
         return tokens[-1]
 
@@ -159,8 +162,8 @@ def test_the_loop_goes_on_while_a_long_system_prompt_is_encoded(
     engine: SessionEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[list[int]] = []
-    monkeypatch.setattr(TurnEncoder, "encode", slowly(encoded, TurnEncoder.encode))
     ticks: list[int] = []
+    monkeypatch.setattr(TurnEncoder, "encode", slowly(encoded, ticks, TurnEncoder.encode))
 
     async def tick() -> None:
         while True:

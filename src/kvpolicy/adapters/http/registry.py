@@ -1,7 +1,7 @@
 """All sessions of a server: who may come in, who is found, who has been silent too long, and what is said of the dead.
 
 A session holds its place (one of ``max_sessions``, and ``max_blocks`` of the pool) from its admission until the engine
-has let go of it, which is later than its end.
+has been told to let go of it, which is later than its end.
 """
 
 from __future__ import annotations

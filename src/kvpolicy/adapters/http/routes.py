@@ -86,7 +86,8 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         with frontend.bodies.taken_by(request):
             async with frontend.enqueue_deadline("body: reading it", "nothing was opened, try again"):
                 wanted = await read_open_request(request, settings.max_body_bytes)
-        reply, is_there = await with_presence(frontend.open(wanted), request.receive)
+            # Within the same room: a long system prompt is still held while it waits to be made into tokens.
+            reply, is_there = await with_presence(frontend.open(wanted), request.receive)
         if not is_there:
             frontend.registry.abandon(reply.session_id)
             raise ClientDisconnect

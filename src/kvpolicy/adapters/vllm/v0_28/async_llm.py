@@ -111,8 +111,7 @@ class AsyncLLM(StockAsyncLLM):
             vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
         )
         # The output handler holds on to the processor it starts with, so ours must be there first.
-        self.output_processor = SessionOutputProcessor.of_engine(self, self._counters)
-        self.output_processor.streams = self._streams
+        self.output_processor = SessionOutputProcessor.of_engine(self, self._counters, streams=self._streams)
         self._handler_may_run = True
         try:
             asyncio.get_running_loop()
@@ -270,7 +269,8 @@ class AsyncLLM(StockAsyncLLM):
         given = [request_id] if isinstance(request_id, str) else list(request_id)
         streams = [stream for stream in self._streams.values() if stream.name(internal=internal) in given]
         try:
-            await asyncio.gather(*(stream.stop() for stream in streams))
+            caller = asyncio.current_task()
+            await asyncio.gather(*(stream.stop(caller) for stream in streams))
         finally:
             await super().abort(given, internal)
 

@@ -44,13 +44,13 @@ class BoundaryCollector(RequestOutputCollector):
         task.add_done_callback(lambda _: _forget_input(collector))
         return task
 
-    async def stop_input(self) -> None:
-        """Cancel the task that feeds the stream, and wait until it has ended (unless it is the one that calls).
+    async def stop_input(self, caller: asyncio.Task[Any] | None) -> None:
+        """Cancel the task that feeds the stream, and wait until it has ended (unless it is the one that asks for it).
 
         A stream that does not let itself be cancelled is not waited for any longer than ``PATIENCE_S``.
         """
         task = self._input_stream_task
-        if task is not None and task is not asyncio.current_task():
+        if task is not None and task is not caller:
             task.cancel()
             await asyncio.wait({task}, timeout=PATIENCE_S)
 

@@ -99,13 +99,13 @@ def _look_at_engine(found: _Findings) -> None:
 
 def _look_at_configuration(found: _Findings, args: Namespace, options: ServeOptions) -> VllmConfig | None:
     """Note what an engine configuration says; return it, or None where there is none."""
+    found.policies += policy_errors(options.kv_cache_policy)
     if args.model_tag is None and args.model == AsyncEngineArgs.model:
         found.facts.append(Fact("model", "none given; name one to have it checked"))
         return None
     config, reasons = configuration(args, options)
     found.both(*reasons)
     if config is None:
-        found.policies += policy_errors(options.kv_cache_policy)
         found.facts.append(Fact("engine configuration", "there can be none", is_good=False))
         return None
     try:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
@@ -29,9 +28,6 @@ _SESSION_SCHEDULER = f"{_PACKAGE}.scheduler.SessionScheduler"
 _COMPACTION_SCHEDULER = f"{_PACKAGE}.compaction_scheduler.CompactionScheduler"
 _CPU_WORKER = f"{_PACKAGE}.worker.PolicyCPUWorker"
 _GPU_WORKER = f"{_PACKAGE}.worker.PolicyGPUWorker"
-
-NO_CONFIG = (ValueError, OSError, NotImplementedError, VLLMClientError)
-"""What vLLM raises where there can be no configuration: a model that is not there, a flag that does not fit."""
 
 
 def session_engine_args(
@@ -136,9 +132,10 @@ def _config(engine_args: EngineArgs, context: UsageContext, reasons: Iterable[st
     """
     try:
         return engine_args.create_engine_config(context)
-    except NO_CONFIG as error:
+    except Exception as error:
+        # Whatever it is, also one of vLLM's assertions: what is known already is not lost.
         if found := [*policy_errors(policy), *reasons]:
-            raise PolicyUsageError([*found, f"engine configuration: {error}"]) from error
+            raise PolicyUsageError([*found, f"engine configuration: {str(error) or type(error).__name__}"]) from error
         raise
 
 

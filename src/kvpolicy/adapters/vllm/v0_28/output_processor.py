@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm.exceptions import VLLMClientError
@@ -54,8 +53,11 @@ class PolicyOutputProcessor(OutputProcessor):
         self._counters = counters
 
     @classmethod
-    def of_engine(cls, engine: Any, counters: CompactionCounters) -> Self:
-        """Return the processor that takes the place of a started front end's own (``LLMEngine`` or ``AsyncLLM``)."""
+    def of_engine(cls, engine: Any, counters: CompactionCounters, **own: Any) -> Self:
+        """Return the processor that takes the place of a started front end's own (``LLMEngine`` or ``AsyncLLM``).
+
+        ``own`` are the arguments of a subclass.
+        """
         config = engine.vllm_config
         return cls(
             engine.renderer.tokenizer,
@@ -64,6 +66,7 @@ class PolicyOutputProcessor(OutputProcessor):
             tracing_enabled=config.observability_config.otlp_traces_endpoint is not None,
             admission=admission_of(config),
             counters=counters,
+            **own,
         )
 
     def add_request(
@@ -171,13 +174,15 @@ class SessionRequestState(RequestState):
 class SessionOutputProcessor(PolicyOutputProcessor):
     """The output processor with per-chunk state for sessions and terminal ABORT and ERROR."""
 
-    # Those of the engine whose input has not ended.
-    streams: Mapping[RequestOutputCollector, InputStream] = MappingProxyType({})
+    def __init__(self, *args: Any, streams: Mapping[RequestOutputCollector, InputStream], **kwargs: Any) -> None:
+        """Build the processor; ``streams`` are those of the engine whose input has not ended."""
+        super().__init__(*args, **kwargs)
+        self._streams = streams
 
     def propagate_error(self, e: Exception) -> None:
         """Tell every consumer that the engine is gone, those of streams that it never heard of as well."""
         super().propagate_error(e)
-        for stream in list(self.streams.values()):
+        for stream in list(self._streams.values()):
             if stream.replies.request_id not in self.request_states:
                 stream.replies.put(e)
 

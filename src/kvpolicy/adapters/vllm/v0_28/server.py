@@ -27,7 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, as_typed, take_options
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.engine_args import NO_CONFIG, session_config_errors, session_engine_args
+from kvpolicy.adapters.vllm.v0_28.engine_args import session_config_errors, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.adapters.vllm.v0_28.options import policy_errors
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
@@ -130,8 +130,8 @@ def configuration(args: Namespace, options: ServeOptions) -> tuple[VllmConfig | 
             given, max_sessions=options.max_sessions, kv_cache_policy=options.kv_cache_policy
         )
         return ours.create_engine_config(_CONTEXT), reasons
-    except NO_CONFIG as error:
-        return None, (*reasons, f"engine configuration: {error}")
+    except Exception as error:  # noqa: BLE001 - vLLM has errors of many kinds, assertions too: none may hide our reasons
+        return None, (*reasons, f"engine configuration: {str(error) or type(error).__name__}")
 
 
 @define

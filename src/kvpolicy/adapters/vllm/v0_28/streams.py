@@ -15,6 +15,7 @@ from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, STOP_PREFIX, ChunkM
 from kvpolicy.core.errors import SessionFailedError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from vllm.sampling_params import SamplingParams
@@ -82,10 +83,10 @@ class InputStream:
         """Return the id by which the caller, or vLLM itself, calls it."""
         return str(self.replies.request_id if internal else self.request_id)
 
-    async def stop(self) -> None:
+    async def stop(self, caller: asyncio.Task[Any] | None) -> None:
         """End the input before an abort; a stream that the engine has not heard of ends here, like one that it has."""
         self.is_stopped = True
-        await self.replies.stop_input()
+        await self.replies.stop_input(caller)
         if not self.is_known:
             self.replies.put(self._output("abort", None, finished=True))
 

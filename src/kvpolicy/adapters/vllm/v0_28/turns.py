@@ -47,7 +47,9 @@ class TurnEncoder:
             ChunkRefusedError: as ``encode``.
             PolicyUsageError: as ``encode``.
         """
-        is_long = self._num_chars(text) > _LONG_TURN
+        num_chars = self._num_chars(text)
+        # What is too long is refused at once: no thread is needed for that.
+        is_long = num_chars > _LONG_TURN and (self.max_chars is None or num_chars <= self.max_chars)
         return await asyncio.to_thread(self.encode, text) if is_long else self.encode(text)
 
     def encode(self, text: str) -> list[int]:
