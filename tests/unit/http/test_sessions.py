@@ -95,6 +95,24 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
     asyncio.run(scenario())
 
 
+def test_an_id_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the system's source of randomness, whole, and has at least 128 bits."""
+    made: list[str] = []
+
+    def token_urlsafe(num_bytes: int) -> str:
+        assert num_bytes >= 16
+        made.append(f"token-{len(made)}")
+        return made[-1]
+
+    monkeypatch.setattr("secrets.token_urlsafe", token_urlsafe)
+
+    async def scenario() -> list[str]:
+        async with served() as server:
+            return [(await server.http.post(SESSIONS)).json()["session_id"] for _ in range(2)]
+
+    assert asyncio.run(scenario()) == made
+
+
 def test_a_status_shows_every_count_of_the_engine() -> None:
     async def scenario() -> None:
         async with served() as server:
