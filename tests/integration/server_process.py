@@ -48,6 +48,10 @@ class ServerProcess:
         self._seen.update(children)
         return children
 
+    def memory_mib(self) -> float:
+        """Return the resident memory of the process that serves, without that of its engines."""
+        return float(psutil.Process(self.process.pid).memory_info().rss) / (1 << 20)
+
     def engines(self) -> list[psutil.Process]:
         """Return the processes of engine cores: none before the server has come so far."""
         found = []

@@ -219,6 +219,7 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
     rng = random.Random(5)
     early, late = Stretch(), Stretch()
     replies: list[FrameReply] = []
+    memory_mib: list[float] = []
     before = Figures.of(http)
     started_s = time.perf_counter()
     with (
@@ -228,6 +229,7 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
         max_blocks = session.opened.max_blocks
         for number in range(NUM_TURNS):
             replies.append(session.push(turn(number)))
+            memory_mib.append(server.memory_mib())
             if number >= NUM_TURNS - NUM_MEASURED:
                 late.add(http, replies[-1], rng)
             elif sum(reply.evicted_tokens for reply in replies) and len(early.ttft_s) < NUM_MEASURED:
@@ -244,7 +246,8 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
         f"requests between them\ntime to first token, medians of {NUM_MEASURED} turns: {early} after the first "
         f"eviction, {late} at the end\nblocks {min(full)} to {max(full)} of at most {max_blocks}, resident tokens at "
         f"most {max(reply.resident_tokens for reply in replies)}, {status.evictions} evictions of {num_evicted} "
-        f"tokens, {status.consolidations} consolidations"
+        f"tokens, {status.consolidations} consolidations\nmemory of the serving process "
+        f"{memory_mib[NUM_TURNS // 3]:.0f} MiB after {NUM_TURNS // 3} turns, {memory_mib[-1]:.0f} at the end"
     )
     assert [reply.frame_index for reply in replies] == list(range(NUM_TURNS))
     assert status.evictions > NUM_TURNS / 2
@@ -252,6 +255,8 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
     assert max(reply.resident_tokens for reply in replies) <= RETENTION["total_tokens"]
     assert max(full) <= max_blocks
     assert max(full) - min(full) <= 2
+    # A connection, a buffer or a task that stays with each turn would show; a few bytes would not.
+    assert memory_mib[-1] - memory_mib[NUM_TURNS // 3] < 16
     assert len(early.ttft_s) == len(late.ttft_s) == NUM_MEASURED
     assert late.median_ratio() <= MAX_GROWTH * early.median_ratio()
 
