@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from argparse import Namespace
@@ -375,6 +376,17 @@ def test_a_signal_ends_a_server_that_is_still_starting(tiny_model: Path, tmp_pat
             time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_until_gone() == 128 + signal.SIGTERM, server.text()
+
+
+def test_a_port_that_is_taken_is_a_users_error(tiny_model: Path) -> None:
+    flags = "--enable-streaming --max-num-seqs 8 --max-model-len 512 --host 127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*COMMAND, "serve", str(tiny_model), *flags.split(), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)  # noqa: S603 - ours
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"kvpolicy serve: --port {port}: Address already in use; choose another" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_user_error_shows_all_reasons_and_loads_nothing(tiny_model: Path) -> None:

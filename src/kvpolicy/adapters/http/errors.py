@@ -161,5 +161,5 @@ def api_error(error: Exception) -> ApiError | None:  # noqa: PLR0911 - one line 
 
 def _invalid_fields(errors: Sequence[Any]) -> ApiError:
     """Return the 422, with a sentence for each field. Values are not repeated: they may be a user's text."""
-    reasons = [f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in errors]
+    reasons = [f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}" for error in errors]
     return ApiError(422, "invalid_fields", "\n".join(reasons), kind="PolicyUsageError", reasons=reasons)

@@ -74,7 +74,7 @@ class SessionRegistry:
         if need > self.num_pool_blocks:
             message = f"retention: the session may need {need} blocks, and the engine has {self.num_pool_blocks} in all"
             raise bad_request("never_fits", f"{message}; ask for a smaller total_tokens")
-        reasons = []
+        reasons, advice = [], "close a session, or try again later"
         if len(self._holding) >= self.max_sessions:
             reasons.append(f"sessions: {len(self._holding)} are open and at most {self.max_sessions} may be")
         if promised + need > self.num_pool_blocks:
@@ -82,9 +82,9 @@ class SessionRegistry:
                 f"blocks: the open sessions may need {promised} and this one {need}, together {promised + need}, and "
                 f"the engine has {self.num_pool_blocks}"
             )
+            advice += ", or ask for a smaller total_tokens"
         if reasons:
             self._around.metrics.no_room()
-            advice = "close a session, ask for a smaller total_tokens, or try again later"
             raise unavailable(
                 "no_room", "\n".join([*reasons, advice]), reasons=reasons, retry_after_s=self._retry_after_s()
             )

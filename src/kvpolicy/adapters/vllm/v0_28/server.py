@@ -150,7 +150,10 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _give_up)
         # The port first, as vLLM does: who cannot have it need not wait for a model.
-        _, sock = setup_server(self.args, reuse_port=False)
+        try:
+            _, sock = setup_server(self.args, reuse_port=False)
+        except OSError as error:
+            raise PolicyUsageError(f"--port {self.args.port}: {error.strerror}; choose another with --port") from error
         try:
             engine = AsyncLLM(
                 vllm_config=self.config,
