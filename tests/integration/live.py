@@ -60,6 +60,18 @@ async def num_missing_blocks(engine: Any) -> int:
         return num_pool_blocks - int(stats.num_free_blocks) - int(stats.num_blocks)
 
 
+async def late_chunk(engine: Any, request_id: str, **more: Any) -> Any:
+    """Return a later chunk of a session, as it is sent to the engine core."""
+    return engine.input_processor.process_inputs(
+        request_id=request_id,
+        prompt=TokensPrompt(prompt_token_ids=[9] * 10),
+        params=exact(2, extra_args={"kvpolicy": {"ordinal": 1, "first": False, "final": False}}),
+        supported_tasks=await engine.get_supported_tasks(),
+        resumable=True,
+        **more,
+    )
+
+
 @contextmanager
 def standing_still(engine: Any) -> Iterator[None]:
     """Stop the engine's own processes meanwhile: what they are sent stays unanswered, however slow a test is."""

@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.engine import SteppedEngine, SteppedSession
-from tests.integration.live import PATIENCE_S, engine_options, exact, ordinary
+from tests.integration.live import PATIENCE_S, engine_options, exact, late_chunk, ordinary
 from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
@@ -115,14 +115,7 @@ def test_a_chunk_that_comes_after_the_end_is_counted_back(engine: AsyncLLM, runn
         ((request_id, identity),) = core.reqs_in_flight.items()
         await session.close()
         await nothing_in_flight(engine)
-        late = engine.input_processor.process_inputs(
-            request_id=request_id,
-            prompt=TokensPrompt(prompt_token_ids=[5] * 10),
-            params=exact(2, extra_args={"kvpolicy": {"ordinal": 1, "first": False, "final": False}}),
-            supported_tasks=await engine.get_supported_tasks(),
-            resumable=True,
-            data_parallel_rank=core.core_engines.index(identity),
-        )
+        late = await late_chunk(engine, request_id, data_parallel_rank=core.core_engines.index(identity))
         await core.add_request_async(late)
         assert core.engine_inflight[identity] == 1
         await nothing_in_flight(engine)

@@ -14,7 +14,7 @@ import pytest
 from attrs import define, field, frozen
 
 from kvpolicy.adapters.vllm.v0_28 import engine_state
-from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook
+from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
 from kvpolicy.core.events import RangeEvicted, SessionPreempted
 from tests.integration.engine import SteppedEngine, SteppedSession, greedy
 from tests.integration.replay import random_chunks
@@ -176,9 +176,8 @@ def keep_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_later_chunks_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # From the second chunk on: if all positions are one too high, nothing can be seen.
-    def shift(book: SessionBook, request_id: str) -> int:
-        record = book.records.get(request_id)
-        return int(record is not None and record.ledger.num_chunks > 1)
+    def shift(_book: SessionBook, record: SessionRecord) -> int:
+        return int(record.ledger.num_chunks > 1)
 
     monkeypatch.setattr(SessionBook, "rope_shift", shift)
 

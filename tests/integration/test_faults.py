@@ -26,7 +26,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
-from tests.integration.live import PATIENCE_S, engine_options, exact, num_missing_blocks, ordinary
+from tests.integration.live import PATIENCE_S, engine_options, exact, late_chunk, num_missing_blocks, ordinary
 from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
@@ -518,13 +518,7 @@ def test_an_aborted_session_does_not_come_back(engine: Any, runner: asyncio.Runn
         while not engine.output_processor.request_states:
             await asyncio.sleep(0.001)
         (request_id,) = engine.output_processor.request_states
-        late = engine.input_processor.process_inputs(
-            request_id=request_id,
-            prompt=TokensPrompt(prompt_token_ids=[9] * 10),
-            params=delta(2, extra_args={"kvpolicy": {"ordinal": 1, "first": False, "final": False}}),
-            supported_tasks=await engine.get_supported_tasks(),
-            resumable=True,
-        )
+        late = await late_chunk(engine, request_id)
         await engine.abort("late")
         await asyncio.wait_for(asyncio.gather(listening, return_exceptions=True), patience_s(engine))
         await engine.engine_core.add_request_async(late)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook
+from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
 from tests.integration.engine import Answer, SteppedEngine, SteppedSession, greedy
 from tests.integration.oracle import Oracle
 from tests.integration.replay import Replay, random_chunks
@@ -79,8 +79,8 @@ def test_the_oracle_is_sharp(
     """With a wrong shift the same comparison fails by far, from the first eviction on and not before."""
     right = SessionBook.rope_shift
 
-    def wrong(book: SessionBook, request_id: str) -> int:
-        shift = right(book, request_id)
+    def wrong(book: SessionBook, record: SessionRecord) -> int:
+        shift = right(book, record)
         return 0 if error == "left out" or not shift else shift + 1
 
     monkeypatch.setattr(SessionBook, "rope_shift", wrong)

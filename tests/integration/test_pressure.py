@@ -207,7 +207,7 @@ def test_whatever_one_session_raises_ends_that_session_only(
         stock = getattr(type(engine.scheduler.sessions), fault)
 
         def broken(book: object, record: Any, *args: object, stock: Any = stock, victim_id: str = victim.id) -> object:
-            if (record if isinstance(record, str) else record.request.request_id) == victim_id:
+            if record.request.request_id == victim_id:
                 raise RuntimeError("a fault")
             return stock(book, record, *args)
 

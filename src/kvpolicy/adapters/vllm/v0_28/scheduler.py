@@ -149,11 +149,10 @@ class SessionScheduler(CompactionScheduler):
             # There is nothing to go back to.
             self._end(request, Refuse("grammar_failed", message))
             return
-        self.waiting.remove_requests([request])
-        self.skipped_waiting.remove_requests([request])
+        self._leave_waiting(request)
         refusal = Refuse("unsupported_parameters", message)
         self.sessions.withdraw(record, refusal)
-        self._answer(request, FinishReason.LENGTH, refusal, self.sessions.report(record, refusal).to_wire())
+        self._answer_refused(record, refusal)
         self._settle(record)
 
     def _directive(self, scheduler_output: SchedulerOutput) -> StepDirective:
@@ -164,13 +163,13 @@ class SessionScheduler(CompactionScheduler):
         for request_id in scheduler_output.num_scheduled_tokens:
             record = self.sessions.records.get(request_id)
             if record is not None:
-                self._guarded(record.request, partial(self._add_shift, shifts, request_id))
+                self._guarded(record.request, partial(self._add_shift, shifts, record))
         return evolve(directive, rope_shifts=shifts)
 
-    def _add_shift(self, shifts: dict[str, int], request_id: str) -> None:
-        shift = self.sessions.rope_shift(request_id)
+    def _add_shift(self, shifts: dict[str, int], record: SessionRecord) -> None:
+        shift = self.sessions.rope_shift(record)
         if shift:
-            shifts[request_id] = shift
+            shifts[record.request.request_id] = shift
 
     def _update_request_with_output(
         self,
@@ -258,12 +257,11 @@ class SessionScheduler(CompactionScheduler):
                     RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR if waits_for_grammar else RequestStatus.WAITING,
                 )
                 return
-            report = self.sessions.report(record, refusal)
             if record.budget is None and refusal.code == "context_exhausted":
                 # Nothing bounds this session, so nothing can make room for it.
                 self._end(request, refusal)
                 return
-            self._answer(request, FinishReason.LENGTH, refusal, report.to_wire())
+            self._answer_refused(record, refusal)
         if self.sessions.consolidate_if_due(record):
             self._enqueue(request, RequestStatus.WAITING)
         elif record.state is SessionState.PARKED:
@@ -273,9 +271,19 @@ class SessionScheduler(CompactionScheduler):
             self.num_waiting_for_streaming_input += 1
             self._enqueue(request, RequestStatus.WAITING_FOR_STREAMING_REQ)
 
+    def _answer_refused(self, record: SessionRecord, refusal: Refuse) -> None:
+        """Answer a chunk that the session goes on without."""
+        report = self.sessions.report(record, refusal)
+        self._answer(record.request, FinishReason.LENGTH, refusal, report.to_wire())
+
     def _enqueue(self, request: Request, status: RequestStatus) -> None:
         request.status = status
         self._enqueue_waiting_request(request)
+
+    def _leave_waiting(self, request: Request) -> None:
+        """Take a request out of whichever queue it waits in."""
+        self.waiting.remove_requests([request])
+        self.skipped_waiting.remove_requests([request])
 
     def _leave_idle(self, record: SessionRecord) -> None:
         """Take an idle session out of its queue."""
@@ -316,8 +324,7 @@ class SessionScheduler(CompactionScheduler):
         record = self.sessions.records.get(head.request_id)
         if record is None or not record.discards_sample or self._missing_blocks(head) <= 0:
             return False
-        self.waiting.remove_requests([head])
-        self.skipped_waiting.remove_requests([head])
+        self._leave_waiting(head)
         return self._guarded(head, partial(self._park_consolidating, record))
 
     def _park_consolidating(self, record: SessionRecord) -> None:

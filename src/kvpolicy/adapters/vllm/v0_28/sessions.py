@@ -337,10 +337,9 @@ class SessionBook:
                 record.advance(SessionInput.FREED)
             self.events.emit(SessionClosed(request_id=request_id, num_chunks=record.ledger.num_chunks))
 
-    def rope_shift(self, request_id: str) -> int:
-        """Return what to add to a request's indices to get positions; 0 for anything that is not an evicted session."""
-        record = self.records.get(request_id)
-        return record.ledger.positions.rope_shift if record is not None else 0
+    def rope_shift(self, record: SessionRecord) -> int:
+        """Return what to add to a session's indices to get positions; 0 before its first eviction."""
+        return record.ledger.positions.rope_shift
 
     def as_idle(self, record: SessionRecord) -> IdleSession:
         """Return the session as a candidate for parking."""
