@@ -28,7 +28,7 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint unit integration bench model clean
+.PHONY: help demo serve test check lint unit integration client bench model clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -47,12 +47,13 @@ test: check integration ## set up, then run every check and every test
 
 check: lint unit ## the inner loop: lint and unit tests, in an environment without torch and vLLM
 
-lint: $(CORE_READY) ## format, lint, types and import contracts
-	@echo '== ruff format, ruff check, mypy --strict, import contracts'
+lint: $(CORE_READY) ## format, lint, types, import contracts, and the generated client
+	@echo '== ruff format, ruff check, mypy --strict, import contracts, generated client'
 	@$(CORE)/bin/ruff format --check .
 	@$(CORE)/bin/ruff check .
 	@$(CORE)/bin/mypy
 	@$(CORE)/bin/lint-imports --no-logo
+	@$(CORE)/bin/python scripts/make_sync_client.py --check
 
 unit: $(CORE_READY) ## unit tests and doc examples, with the coverage of the core
 	@echo '== unit tests'
@@ -64,6 +65,9 @@ integration: model ## tests on the real engine
 	@sh scripts/install_tools.sh
 	@echo '== integration tests on the real engine (several minutes)'
 	@$(VENV)/bin/python -m pytest tests/integration $(ARGS)
+
+client: $(CORE_READY) ## write the synchronous HTTP client anew from the asynchronous one
+	@$(CORE)/bin/python scripts/make_sync_client.py
 
 bench: $(ENGINE_READY) ## measure how sessions grow, stock against bounded
 	@$(VENV)/bin/python benchmarks/session_growth.py $(ARGS)

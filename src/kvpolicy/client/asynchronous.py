@@ -1,4 +1,4 @@
-"""The asynchronous client: the synchronous one with ``await``."""
+"""The asynchronous client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Line:
                 if num_tries == 0 or not isinstance(error, BROKEN):
                     raise connection_error(error, call) from error
 
-    async def lines(self, call: Call) -> AsyncGenerator[str, None]:
+    async def lines(self, call: Call) -> AsyncGenerator[str]:
         """Yield the lines of the answer; send again only where the connection broke before the first."""
         is_last_try = False
         while True:
@@ -181,7 +181,7 @@ class AsyncSession:
 
     async def stream(
         self, turn: str | bytes, *, text: str = "", sampling: Mapping[str, Any] | None = None
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[str]:
         """Push a chunk and yield the text of its reply piece by piece; afterwards ``last_reply`` is the whole.
 
         Arguments and errors are as in ``push``, and so is the second try, until the first piece has come. Leaving the

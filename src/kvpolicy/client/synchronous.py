@@ -1,4 +1,4 @@
-"""The synchronous client."""
+"""The synchronous client: change the other one, then make_sync_client.py writes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Line:
                 if num_tries == 0 or not isinstance(error, BROKEN):
                     raise connection_error(error, call) from error
 
-    def lines(self, call: Call) -> Generator[str, None, None]:
+    def lines(self, call: Call) -> Generator[str]:
         """Yield the lines of the answer; send again only where the connection broke before the first."""
         is_last_try = False
         while True:
@@ -177,13 +177,11 @@ class Session:
             call = self._push_call(turn, text, sampling, index=index, stream=False)
             return self._replied(FrameReply.from_json(self._line.ask(call, num_tries=2)))
 
-    def stream(
-        self, turn: str | bytes, *, text: str = "", sampling: Mapping[str, Any] | None = None
-    ) -> Generator[str, None, None]:
+    def stream(self, turn: str | bytes, *, text: str = "", sampling: Mapping[str, Any] | None = None) -> Generator[str]:
         """Push a chunk and yield the text of its reply piece by piece; afterwards ``last_reply`` is the whole.
 
         Arguments and errors are as in ``push``, and so is the second try, until the first piece has come. Leaving the
-        loop early disconnects, which closes the session.
+        loop early and closing the generator (``contextlib.closing``) disconnects, which closes the session.
         """
         with self._place(turn, text, sampling) as index:
             call = self._push_call(turn, text, sampling, index=index, stream=True)
@@ -203,7 +201,7 @@ class Session:
         """Close it; return whether the engine has let go of it. Closing what has ended does no harm."""
         call = session_call("DELETE", self.id, self.routing_key)
         try:
-            return bool(self._line.ask(call, num_tries=2)["closed"])
+            return bool((self._line.ask(call, num_tries=2))["closed"])
         except SessionApiError as error:
             if error.code != UNKNOWN_SESSION:
                 raise
