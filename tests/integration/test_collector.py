@@ -13,8 +13,9 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS, BoundaryCollector
 
 
-def only_ours_passes(reason: str) -> list[object]:
-    stock = pytest.param(RequestOutputCollector, marks=pytest.mark.xfail(reason=reason, strict=True), id="stock")
+def only_ours_passes(reason: str, *, raises: Any = AssertionError) -> list[object]:
+    fails = pytest.mark.xfail(reason=reason, raises=raises, strict=True)
+    stock = pytest.param(RequestOutputCollector, marks=fails, id="stock")
     return [stock, pytest.param(BoundaryCollector, id="ours")]
 
 
@@ -54,7 +55,13 @@ def test_of_a_cumulative_reply_the_newest_output_is_kept(kind: Any) -> None:
     assert drain(queue) == [([1, 2, 3], "length"), ([4, 5], None)]
 
 
-@pytest.mark.parametrize("kind", only_ours_passes("an exception takes the place of what nobody has read"))
+@pytest.mark.parametrize(
+    "kind",
+    only_ours_passes(
+        "an exception takes the place of what nobody has read",
+        raises=pytest.RaisesExc(ValueError, match="the stream's own"),
+    ),
+)
 def test_an_exception_overtakes_nothing(kind: Any) -> None:
     queue = kind(RequestOutputKind.DELTA, "a")
     queue.put(piece(1, finish="length"))

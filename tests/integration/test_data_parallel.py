@@ -41,7 +41,13 @@ def engine(request: pytest.FixtureRequest, runner: asyncio.Runner, tiny_model: P
 
 EVERY_ENGINE = pytest.mark.parametrize(
     "engine",
-    [pytest.param("stock", marks=pytest.mark.xfail(reason="chunks go to both engines in turn", strict=True)), "ours"],
+    [
+        pytest.param(
+            "stock",
+            marks=pytest.mark.xfail(reason="chunks go to both engines in turn", raises=AssertionError, strict=True),
+        ),
+        "ours",
+    ],
     indirect=True,
 )
 OURS = pytest.mark.parametrize("engine", ["ours"], indirect=True)
