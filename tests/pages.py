@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from kvpolicy import DropTail, Evict, SegmentKind, SegmentLog
+from kvpolicy.core.fold import DropTail, Evict
+from kvpolicy.core.segments import SegmentKind, SegmentLog
 from kvpolicy.core.states import TRANSITIONS, SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
-    from kvpolicy import ChunkShape, FoldPlan, SessionLedger
+    from kvpolicy.core.fold import ChunkShape, FoldPlan
+    from kvpolicy.core.ledger import SessionLedger
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

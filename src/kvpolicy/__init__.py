@@ -1,22 +1,15 @@
 """KV-cache eviction for LLM inference engines: bounded streaming sessions, and policies for long generations.
 
-This package root is the pure core: values, policies and planners, no engine. ``kvpolicy.adapters.vllm`` drives vLLM
-with it; ``kvpolicy.testing`` tests policies. Importing ``kvpolicy`` loads nothing but the standard library and attrs,
-and has no effect.
+This package root holds what integrators name: errors, policies and what they are written with, budgets. All else of the
+pure core (planners, values, draws) is imported from its module in ``kvpolicy.core``. ``kvpolicy.adapters.vllm`` drives
+vLLM with it; ``kvpolicy.testing`` tests policies. Importing ``kvpolicy`` loads nothing but the standard library and
+attrs, and has no effect.
 """
 
 from __future__ import annotations
 
-from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors
-from kvpolicy.core.compaction import (
-    CompactionEvent,
-    HeadPlan,
-    Move,
-    expand,
-    retained_positions,
-    surviving_blocks,
-)
-from kvpolicy.core.draws import BlockDraw, Draw, RingDraw, UniformDraw
+from kvpolicy.core.budget import RetentionBudget, SessionLimits
+from kvpolicy.core.compaction import CompactionEvent
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -29,114 +22,33 @@ from kvpolicy.core.errors import (
     SessionFailedError,
     UnsupportedEngineError,
 )
-from kvpolicy.core.fold import (
-    Append,
-    ChunkShape,
-    Consolidate,
-    DropTail,
-    Evict,
-    FoldPlan,
-    FoldStep,
-    Refuse,
-    consolidates_next,
-    plan_fold,
-)
-from kvpolicy.core.ledger import SessionLedger
-from kvpolicy.core.policies import (
-    KVPolicy,
-    PolicyFactory,
-    PolicyRegistry,
-    RandKV,
-    RequestSnapshot,
-    SinkWindow,
-    built_in_policies,
-    due_event,
-)
+from kvpolicy.core.policies import KVPolicy, RandKV, RequestSnapshot, SinkWindow, built_in_policies, due_event
 from kvpolicy.core.policy_options import policy_from
-from kvpolicy.core.positions import PositionMap
-from kvpolicy.core.ranking import IdleSession, rank_idle_sessions
-from kvpolicy.core.schedule import EventSchedule, block_schedule, token_schedule
-from kvpolicy.core.segments import Segment, SegmentKind, SegmentLog
-from kvpolicy.core.spaces import (
-    BlockId,
-    BlockSpan,
-    KVIndex,
-    LogicalPosition,
-    Slot,
-    TokenRange,
-    align_inward,
-    blocks_for,
-)
-from kvpolicy.core.states import SessionInput, SessionState, next_state
-from kvpolicy.core.victims import Victims, oldest_victims
+from kvpolicy.core.schedule import EventSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Append",
-    "BlockDraw",
-    "BlockId",
-    "BlockSpan",
     "CapacityError",
     "ChunkRefusedError",
-    "ChunkShape",
     "CompactionEvent",
-    "Consolidate",
-    "Draw",
-    "DropTail",
     "EngineContractError",
     "EventSchedule",
-    "Evict",
-    "FoldPlan",
-    "FoldStep",
-    "HeadPlan",
-    "IdleSession",
     "InvariantError",
-    "KVIndex",
     "KVPolicy",
     "KVPolicyError",
-    "LogicalPosition",
     "MissingExtraError",
-    "Move",
-    "PolicyFactory",
-    "PolicyRegistry",
     "PolicyUsageError",
-    "PositionMap",
     "RandKV",
-    "Refuse",
     "RequestSnapshot",
     "RetentionBudget",
-    "RingDraw",
-    "Segment",
-    "SegmentKind",
-    "SegmentLog",
     "SessionClosedError",
     "SessionFailedError",
-    "SessionInput",
-    "SessionLedger",
     "SessionLimits",
-    "SessionState",
     "SinkWindow",
-    "Slot",
-    "TokenRange",
-    "UniformDraw",
     "UnsupportedEngineError",
-    "Victims",
     "__version__",
-    "admission_errors",
-    "align_inward",
-    "block_schedule",
-    "blocks_for",
     "built_in_policies",
-    "consolidates_next",
     "due_event",
-    "expand",
-    "next_state",
-    "oldest_victims",
-    "plan_fold",
     "policy_from",
-    "rank_idle_sessions",
-    "retained_positions",
-    "surviving_blocks",
-    "token_schedule",
 ]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from attrs import define, evolve, field, frozen
 
-from kvpolicy import BlockDraw, EventSchedule, PolicyUsageError, RandKV, SinkWindow, UniformDraw
+from kvpolicy import EventSchedule, PolicyUsageError, RandKV, SinkWindow
+from kvpolicy.core.draws import BlockDraw, UniformDraw
 from kvpolicy.core.philox import key_of
 from kvpolicy.testing import RULES, PolicyConformanceError, check_policy
 
