@@ -36,7 +36,6 @@ def segment_logs(draw: st.DrawFn, *, most_segments: int = 8) -> SegmentLog:
                 draw(st.sampled_from(SegmentKind)),
                 start,
                 end,
-                age=draw(st.integers(0, 5)),
                 pinned=draw(st.booleans()),
                 media=draw(media),
             )

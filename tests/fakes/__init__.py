@@ -1,1 +1,1 @@
-"""Stand-ins for the core's ports, and the contract suites that they and the real adapters pass."""
+"""Stand-ins for the core's ports, and what every adapter's block tables have to do."""

@@ -1,4 +1,4 @@
-"""What every implementation of a port has to do: functions that a fake's and an adapter's test both call."""
+"""What the block tables of every engine version have to do: its tests call this with tables of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpolicy.core.ports import BlockTable
+    from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
 
-BlockTableMaker = Callable[[Mapping[str, int]], "BlockTable"]
+BlockTableMaker = Callable[[Mapping[str, int]], "EngineBlocks"]
 
 
 def check_block_table(make: BlockTableMaker, *, block_size: int = 16) -> None:
-    """Check a block table against the port's contract.
+    """Check evictions of token ranges, whatever engine the table belongs to.
 
     Args:
         make: returns a fresh block table that holds the given requests (id -> number of computed tokens),

@@ -96,14 +96,12 @@ class SessionLedger:
         )
 
     def appended(self, num_tokens: int, media: tuple[str, ...] = ()) -> SessionLedger:
-        """Return the ledger with one more chunk; everything else is one chunk older."""
-        log = self.log.aged().append(SegmentKind.CONTENT, num_tokens, media=media)
+        """Return the ledger with one more chunk."""
+        log = self.log.append(SegmentKind.CONTENT, num_tokens, media=media)
         return evolve(self, log=log, num_chunks=self.num_chunks + 1)
 
     def withdrawn(self) -> SessionLedger:
         """Return the ledger without the chunk that was appended last, of which nothing has been computed.
-
-        Everything else stays one chunk older.
 
         Raises:
             InvariantError: there is no such chunk.

@@ -32,14 +32,12 @@ class SegmentKind(Enum):
 class Segment:
     """Tokens ``[start, end)`` with one role; at least one.
 
-    ``age`` counts the chunks that came after it; a ``pinned`` segment is never evicted; ``media`` names the
-    multimodal features whose placeholders lie in it.
+    A ``pinned`` segment is never evicted; ``media`` names the multimodal features whose placeholders lie in it.
     """
 
     kind: SegmentKind
     start: int
     end: int
-    age: int = field(default=0, kw_only=True)
     pinned: bool = field(default=False, kw_only=True)
     media: tuple[str, ...] = field(default=(), kw_only=True)
 
@@ -48,7 +46,6 @@ class Segment:
         reject(instance_errors("segment.pinned", self.pinned, bool))
         reject(integer_errors("segment.start", self.start, 0))
         reject(integer_errors("segment.end", self.end, self.start + 1, because="start + 1"))
-        reject(integer_errors("segment.age", self.age, 0))
         reject(media_errors("segment.media", self.media))
 
     @property
@@ -104,10 +101,6 @@ class SegmentLog:
             raise InvariantError(f"log: expected an unpinned last segment up to {self.num_tokens}, got {last}")
         return SegmentLog(self.segments[:-1], last.start)
 
-    def aged(self) -> SegmentLog:
-        """Return the log with every segment one chunk older."""
-        return evolve(self, segments=tuple(evolve(segment, age=segment.age + 1) for segment in self.segments))
-
     def extent(self, index: int) -> TokenRange:
         """Return what goes with a segment: its tokens and the unowned ones before it.
 
@@ -155,11 +148,6 @@ class SegmentLog:
         own = self.span_of(victims.start, victims.stop)
         if freed.is_empty or not own.contains(freed):
             raise InvariantError(f"freed: expected at least one token, all inside {own}, got {freed}")
-
-    @property
-    def num_unowned(self) -> int:
-        """Tokens that belong to no segment."""
-        return self.num_tokens - _total(self.segments)
 
     @property
     def num_pinned(self) -> int:

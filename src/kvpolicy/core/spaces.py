@@ -1,7 +1,7 @@
 """The index spaces, the one range type, and how token ranges become whole blocks.
 
-Logical positions, KV indices and slots are equal until the first eviction, so they have distinct types
-(``NewType``: checked by mypy, free at run time). Every interval is half-open.
+Logical positions and KV indices are equal until the first eviction, so they have distinct types (``NewType``: checked
+by mypy, free at run time). Every interval is half-open.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ LogicalPosition = NewType("LogicalPosition", int)
 """Index of a token in the full sequence. Fixes its RoPE phase; never changes while its K is cached."""
 KVIndex = NewType("KVIndex", int)
 """Rank of an entry among those that the request still holds."""
-Slot = NewType("Slot", int)
-"""Physical cell: block id x block size + offset in the block."""
-BlockId = NewType("BlockId", int)
-"""The engine's number of a physical block."""
 
 
 @frozen
@@ -42,14 +38,6 @@ class TokenRange:
     def is_empty(self) -> bool:
         """Whether there is no token in it."""
         return self.start == self.end
-
-    def overlaps(self, other: TokenRange) -> bool:
-        """Return whether at least one token is in both.
-
-        >>> TokenRange(0, 16).overlaps(TokenRange(16, 32))
-        False
-        """
-        return max(self.start, other.start) < min(self.end, other.end)
 
     def contains(self, other: TokenRange) -> bool:
         """Return whether the other range lies in this one; an empty one does if its place does.

@@ -244,7 +244,7 @@ class ModelSession:
         # The newest chunk is complete, and the last segment.
         newest = self.tokens[-chunk.num_tokens :]
         assert {token.owner for token in newest} == {self.owners[-1]}
-        assert (log.segments[-1].width, log.segments[-1].age) == (chunk.num_tokens, 0)
+        assert (log.segments[-1].width, log.segments[-1].kind) == (chunk.num_tokens, SegmentKind.CONTENT)
         # Every segment that is not evicted is whole and holds its own tokens.
         places: dict[int, list[int]] = defaultdict(list)
         for index, token in enumerate(self.tokens):
@@ -254,7 +254,7 @@ class ModelSession:
             assert len(own) == self.widths[owner]
             assert segment.start <= own[0]
             assert own[-1] < segment.end
-        assert log.num_unowned <= 2 * (limits.block_size - 1)
+        assert log.num_tokens - sum(segment.width for segment in log.segments) <= 2 * (limits.block_size - 1)
         # The reply fits: into the budget, the context and the positions.
         total, reply_end = budget.require_total(), log.num_tokens + chunk.max_tokens
         assert reply_end <= total < limits.context_limit

@@ -84,7 +84,7 @@ def test_the_reply_becomes_a_segment_without_its_last_token() -> None:
     ledger = SessionLedger.opened(100)
     plan = fold(ledger, num_computed=107)
     assert plan.steps == (DropTail(107), Append(50))
-    assert plan.ledger.log.segments[1] == Segment(SegmentKind.REPLY, 100, 107, age=1)
+    assert plan.ledger.log.segments[1] == Segment(SegmentKind.REPLY, 100, 107)
     assert plan.ledger.watermark == 106
 
 

@@ -37,17 +37,12 @@ def test_appending_nothing_changes_nothing() -> None:
     assert log.append(REPLY, 0) is log
 
 
-def test_everything_ages_by_one_chunk() -> None:
-    log = three_segments().aged().append(CONTENT, 5).aged()
-    assert [segment.age for segment in log.segments] == [2, 2, 2, 1]
-
-
 def test_counts() -> None:
     log = SegmentLog((*three_segments().segments, Segment(CONTENT, 65, 70)), 75)
     assert log.num_pinned == 10
     assert log.num_content == 2
     assert log.num_text_tokens == 15
-    assert log.num_unowned == 10
+    assert log.num_tokens - sum(segment.width for segment in log.segments) == 10
     assert [segment.is_text for segment in log.segments] == [True, False, True, True]
     pinned = SegmentLog((Segment(CONTENT, 0, 4, pinned=True),), 4)
     assert (pinned.num_content, pinned.num_text_tokens) == (0, 0)
@@ -76,7 +71,7 @@ def test_else_to_the_unpinned_segment_before_it() -> None:
 def test_else_to_nobody() -> None:
     log = three_segments().evict(range(1, 3), TokenRange(16, 48))
     assert log == SegmentLog((Segment(ANCHOR, 0, 10, pinned=True),), 28)
-    assert log.num_unowned == 18
+    assert log.num_tokens - sum(segment.width for segment in log.segments) == 18
 
 
 def test_a_pinned_neighbour_takes_nothing() -> None:
@@ -142,9 +137,7 @@ def test_an_eviction_removes_exactly_the_freed_tokens(log: SegmentLog, data: st.
 
     survivors = log.segments[:first] + log.segments[last:]
     assert after.num_tokens == log.num_tokens - freed.width
-    assert [(s.kind, s.age, s.pinned, s.media) for s in after.segments] == [
-        (s.kind, s.age, s.pinned, s.media) for s in survivors
-    ]
+    assert [(s.kind, s.pinned, s.media) for s in after.segments] == [(s.kind, s.pinned, s.media) for s in survivors]
     tokens = [token for token in range(log.num_tokens) if not freed.start <= token < freed.end]
     for old, new in zip(survivors, after.segments, strict=True):
         held = set(tokens[new.start : new.end])
@@ -161,7 +154,6 @@ def test_an_eviction_removes_exactly_the_freed_tokens(log: SegmentLog, data: st.
         ({"start": -1}, "segment.start: expected an integer >= 0, got -1"),
         ({"start": 5, "end": 5}, r"segment.end: expected an integer >= 6 \(start \+ 1\), got 5"),
         ({"end": True}, r"segment.end: expected an integer >= 1 \(start \+ 1\), got True"),
-        ({"age": -1}, "segment.age: expected an integer >= 0, got -1"),
         ({"pinned": 1}, "segment.pinned: expected bool, got 1"),
         ({"media": ["image"]}, r"segment.media: expected a tuple of strings, got \['image'\]"),
         ({"media": (1,)}, r"segment.media: expected a tuple of strings, got \(1,\)"),

@@ -31,8 +31,8 @@ _WITHHELD = 1 << 30
 class EngineBlocks:
     """Block tables of the engine's single KV-cache group: the eviction primitive (R.1-R.3), and the edits of an event.
 
-    Satisfies ``kvpolicy.core.ports.BlockTable``. A caller must have no step in flight for the request it edits: blocks
-    return to the pool at once and the pool reuses the last one freed first.
+    A caller must have no step in flight for the request it edits: blocks return to the pool at once and the pool reuses
+    the last one freed first.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -121,15 +121,6 @@ class EngineBlocks:
         """Publish no further block of this request in the prefix cache, until its blocks are released."""
         if self._manager.enable_caching:
             self._table.num_cached_block[request_id] = _WITHHELD
-
-    def is_withheld(self, request_id: str) -> bool:
-        """Whether ``withhold`` is in force for this request."""
-        return bool(self._table.num_cached_block.get(request_id) == _WITHHELD)
-
-    def num_cached_blocks(self, request_id: str) -> int:
-        """Leading blocks of this request that the manager counts as published (0 while withheld)."""
-        count = self._table.num_cached_block.get(request_id, 0)
-        return 0 if count == _WITHHELD else int(count)
 
     def keep_only(self, request_id: str, ordinals: Sequence[int]) -> int:
         """Take all blocks out of a live request's table but those at ``ordinals``; return how many were reclaimed."""
