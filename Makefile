@@ -70,7 +70,7 @@ client: $(CORE_READY) ## write the synchronous HTTP client anew from the asynchr
 	@$(CORE)/bin/python scripts/make_sync_client.py
 
 bench: $(ENGINE_READY) ## measure how sessions grow, stock against bounded
-	@$(VENV)/bin/python benchmarks/session_growth.py $(ARGS)
+	@$(VENV)/bin/python -m kvpolicy.bench.streams.session_growth $(ARGS)
 
 model: $(ENGINE_READY) ## prepare the demo model in the user cache folder
 	@$(VENV)/bin/kvpolicy model

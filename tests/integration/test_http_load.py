@@ -27,7 +27,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpolicy import ChunkRefusedError
-from kvpolicy.cli.models import FOLDER_NAME, cache_folder
+from kvpolicy.bench.models.smollm import FOLDER_NAME, cache_folder
 from kvpolicy.client import AsyncSessionClient, FrameReply, SessionClient, SessionStatus
 from tests.integration.server_process import ServerProcess, running
 from tests.pages import ADDRESS, ROOT, Block, answer_after, makefile_flags, server_blocks, server_pages

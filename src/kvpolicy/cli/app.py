@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 import kvpolicy
-from kvpolicy.cli.models import demo_model
 
 # By default stock vLLM reaches its context limit at chunk 31.
 QUICK_CHUNKS = 40
@@ -95,8 +94,8 @@ def demo(  # noqa: PLR0913 - one per option
     # Here, so that --help needs no more than typer.
     from rich.console import Console
 
-    from kvpolicy.cli.demo import DemoOptions, demo_folder, run_demo
-    from kvpolicy.cli.rows import MIB, StreamSettings
+    from kvpolicy.bench.streams.records import MIB, StreamSettings
+    from kvpolicy.cli.demo.command import DemoOptions, demo_folder, run_demo
 
     console = Console()
     settings = StreamSettings(
@@ -163,8 +162,8 @@ def decode(  # noqa: PLR0913 - one per option
     """
     from rich.console import Console
 
-    from kvpolicy.cli.bench.cases import find_cases, find_flags, find_policies
-    from kvpolicy.cli.bench.decode import DecodeOptions, run_decode, sized
+    from kvpolicy.bench.decode.cases import find_cases, find_flags, find_policies
+    from kvpolicy.bench.decode.measure import DecodeOptions, run_decode, sized
 
     options = DecodeOptions(
         cases=sized(find_cases(case or ()), is_quick=quick),
@@ -185,7 +184,7 @@ def kernels(
     """Time one event, the planner and its vectorised form, without an engine (about 15 s)."""
     from rich.console import Console
 
-    from kvpolicy.cli.bench.kernels import run_kernels
+    from kvpolicy.bench.kernels import run_kernels
 
     raise typer.Exit(run_kernels(Console(), json))
 
@@ -255,6 +254,8 @@ def model(
     ] = None,
 ) -> None:
     """Prepare the demo model (SmolLM2-135M-Instruct) once and print its folder."""
+    from kvpolicy.bench.models.smollm import demo_model
+
     typer.echo(demo_model(cache, progress=_say))
 
 

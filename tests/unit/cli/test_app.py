@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from kvpolicy.cli.app import app
@@ -28,5 +29,13 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own text
+
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["app", "serve", "doctor", "plan"])
+def test_what_serves_loads_nothing_of_the_benchmarks(module: str) -> None:
+    code = f"import sys, kvpolicy.cli.{module}; print([n for n in sys.modules if n.startswith('kvpolicy.bench')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603 - ours
 
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,1 @@
+"""``kvpolicy bench decode``: policies against vLLM's own engine, in turns on the same prompts."""

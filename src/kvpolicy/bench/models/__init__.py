@@ -1,0 +1,1 @@
+"""Models to measure with, made once without a model hub."""

@@ -1,0 +1,1 @@
+"""One long stream of chunks through stock vLLM or a bounded session, and the figures of both."""

@@ -1,1 +1,0 @@
-"""``kvpolicy bench``: a policy's engine against vLLM's own, and what an event costs by itself."""
