@@ -266,7 +266,7 @@ def test_every_flag_about_chats_is_in_the_table() -> None:
         for action in group._group_actions
         if action.option_strings and (group.title in GROUPS or action.option_strings[0] in SINGLE)
     }
-    documented = first_names(DOCS / "reference" / "http-server.md", "Flags about chats")
+    documented = first_names(DOCS / "reference" / "chat-templates.md", "Flags about chats")
     assert len(documented) == len(set(documented))
     assert not {*ABOUT_OTHER_THINGS} & {*documented}
     assert flags == {*ABOUT_OTHER_THINGS, *documented}

@@ -37,7 +37,7 @@ def process_errors(args: Namespace) -> Iterator[str]:
 def chat_errors(args: Namespace) -> Iterator[str]:
     """Yield which flags shape replies of the chat route, or what they have by default, and would not shape sessions'.
 
-    Those that shape prompts work in sessions, or have nothing there to work on: see docs/reference/http-server.md.
+    Those that shape prompts work in sessions, or have nothing there to work on: see docs/reference/chat-templates.md.
     """
     parser = args.reasoning_parser or args.structured_outputs_config.reasoning_parser
     if parser:
