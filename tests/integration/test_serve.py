@@ -23,6 +23,7 @@ from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
+from tests.models import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,10 +36,23 @@ DEADLINE_S = 12
 LIMITS = ("--max-sessions", "3", "--session-top-p", "0.5", "--session-reply-deadline-s", str(DEADLINE_S))
 
 
+# The tiny model's own, with one difference that tokens show, and one prompt that it refuses.
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if 'refuse me' in m.content %}{{ raise_exception('no such words') }}{% endif %}"
+    "{% endfor %}"
+    "{{ note | default('none') }}" + CHAT_TEMPLATE
+)
+
+
 @pytest.fixture(scope="module")
 def streaming(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("streaming") / "log"
-    with running(log, tiny_model, "--enable-streaming", "--api-key", "secret", *LIMITS) as server:
+    folder = tmp_path_factory.mktemp("streaming")
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    chat = ("--chat-template", str(template), "--default-chat-template-kwargs", '{"note": "short"}')
+    flags = ("--enable-streaming", "--api-key", "secret", *LIMITS, *chat)
+    with running(folder / "log", tiny_model, *flags) as server:
         yield server
 
 
@@ -166,6 +180,24 @@ def test_a_chunk_that_does_not_fit_costs_itself_only_be_it_the_first_one(streami
         status = http.get(f"{ROUTES}sessions/{session}").json()
         assert (status["state"], status["frames"], status["refused"]) == ("idle", 2, 4)
         http.delete(f"{ROUTES}sessions/{session}")
+
+
+def test_a_turn_has_the_chat_template_of_the_chat_route(streaming: ServerProcess, tiny_model: Path) -> None:
+    messages = [{"role": "system", "content": "You watch a log."}, {"role": "user", "content": "hello"}]
+    body = {"model": str(tiny_model), "messages": messages, "max_tokens": 1}
+    with client(streaming) as http:
+        chat = http.post("/v1/chat/completions", json=body)
+        assert chat.status_code == httpx.codes.OK, chat.text
+        session = opened(http)
+        refused = pushed(http, session, "refuse me")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid"), refused.text
+        assert refused.json()["error"]["reasons"] == ["chat template: no such words"]
+        first = pushed(http, session, "hello").json()
+        assert (first["frame_index"], first["chunk_tokens"]) == (0, chat.json()["usage"]["prompt_tokens"])
+        http.delete(f"{ROUTES}sessions/{session}")
+        unopened = http.post(ROUTES + "sessions", json={"system_prompt": "refuse me", "retention": RETENTION})
+        assert (unopened.status_code, unopened.json()["error"]["code"]) == (400, "invalid"), unopened.text
+        assert unopened.json()["error"]["reasons"] == ["chat template: no such words"]
 
 
 HOSTILE = (

@@ -13,14 +13,16 @@ from vllm.plugins import ENDPOINT_PLUGINS_GROUP, load_endpoint_plugins
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from kvpolicy.adapters.http.port import ImageTurn
-from kvpolicy.adapters.vllm import AsyncLLM, endpoint_plugin
+from kvpolicy.adapters.vllm import AsyncLLM, ChatFormat, endpoint_plugin
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
+from tests.chat_templates import GEMMA
 from tests.integration.live import engine_options
+from tests.models import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +31,17 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.session_engine import OpenSession
 
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
+CHAT_FLAGS: dict[str, Any] = {
+    "chat_template": None,
+    "chat_template_content_format": "auto",
+    "default_chat_template_kwargs": None,
+    "reasoning_parser": "",
+    "structured_outputs_config": SimpleNamespace(reasoning_parser=""),
+    "reasoning_config": None,
+    "tokens_only": False,
+    "override_generation_config": {},
+    "generation_config": "auto",
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +155,59 @@ def test_what_cannot_be_is_refused_at_once_with_every_reason(
 def test_replies_are_greedy_and_short_unless_something_else_is_asked_for(engine: SessionEngine) -> None:
     params = engine.sampling_params({})
     assert (params.temperature, params.max_tokens) == (0.0, 24)
+
+
+def test_a_chat_template_that_cannot_be_is_a_reason_among_others(started: AsyncLLM, runner: asyncio.Runner) -> None:
+    forgetful = SessionEngine(started, chat_format=ChatFormat(template="{{ messages[-1].content }}"))
+    for retention in (WINDOW, None):
+        with pytest.raises(PolicyUsageError) as caught:
+            runner.run(opened(forgetful, retention=retention, sampling={"heat": 1} if retention else {}))
+        assert any(reason.startswith("chat template: earlier replies") for reason in caught.value.reasons)
+        assert any(reason.startswith("sampling.heat") for reason in caught.value.reasons) == (retention is not None)
+    gemma = SessionEngine(started, chat_format=ChatFormat(template=GEMMA))
+    with pytest.raises(PolicyUsageError, match="chat template: System role not supported"):
+        runner.run(opened(gemma, system_prompt="You watch a log."))
+    assert runner.run(opened(gemma)).has_ended is False
+    with pytest.raises(PolicyUsageError, match="chat template: System role not supported"):
+        started.open_session(system_prompt="You watch a log.", chat_format=ChatFormat(template=GEMMA))
+
+
+def test_what_a_template_raises_for_one_text_costs_that_push(started: AsyncLLM, runner: asyncio.Runner) -> None:
+    rude = "{% for m in messages %}{% if 'rude' in m.content %}{{ raise_exception('be kind') }}{% endif %}{% endfor %}"
+    engine = SessionEngine(started, chat_format=ChatFormat(template=rude + CHAT_TEMPLATE))
+
+    async def use() -> None:
+        session = await opened(engine, sampling={"max_tokens": 9, "ignore_eos": True})
+        for i in range(12):
+            with pytest.raises(PolicyUsageError, match="chat template: be kind"):
+                await session.push("a rude line")
+            assert len((await session.push(f"line {i}: the pump is running")).token_ids) == 9
+        assert session.stats().num_evictions > 0
+        await session.close()
+
+    runner.run(use())
+
+
+def test_a_reply_ends_at_every_token_that_the_generation_configuration_names(
+    started: AsyncLLM, engine: SessionEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a chat's does: many models have several, and the tokenizer names only one of them."""
+
+    async def replies(num_turns: int) -> list[Any]:
+        session = await opened(engine, sampling={"max_tokens": 9}, retention={**WINDOW, "total_tokens": 128})
+        found = [await session.push(f"line {i}: the pump is running") for i in range(num_turns)]
+        assert num_turns == 1 or session.stats().num_evictions > 0
+        await session.close()
+        return found
+
+    [whole] = runner.run(replies(1))
+    first = whole.token_ids[0]
+    assert (len(whole.token_ids), whole.finish_reason) == (9, "length")
+    eos = started.input_processor.generation_config_fields["eos_token_id"]
+    monkeypatch.setitem(started.input_processor.generation_config_fields, "eos_token_id", [eos, first])
+    found = runner.run(replies(12))
+    assert (found[0].finish_reason, found[0].stop_reason, found[0].token_ids) == ("stop", first, (first,))
+    assert all(first not in reply.token_ids[:-1] for reply in found)
 
 
 def slowly(tokens: list[list[int]], ticks: list[int], encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
@@ -298,13 +364,16 @@ def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyP
 def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM, runner: asyncio.Runner) -> None:
     from fastapi import FastAPI
 
-    async def use(engine: object, *, is_ours: bool = False, num_servers: int = 1) -> list[str]:
+    async def use(
+        engine: object, *, is_ours: bool = False, num_servers: int = 1, tokens_only: bool = False
+    ) -> list[str]:
         args = SimpleNamespace(
             api_server_count=num_servers,
             headless=False,
             grpc=False,
             data_parallel_multi_port_external_lb=False,
             served_model_name=None,
+            **CHAT_FLAGS | {"tokens_only": tokens_only},
         )
         app, plugin = FastAPI(), endpoint_plugin()
         plugin.attach_router(app)
@@ -322,3 +391,5 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
         runner.run(use(object()))
     with pytest.raises(PolicyUsageError, match="--api-server-count 2: must be 1"):
         runner.run(use(started, num_servers=2))
+    with pytest.raises(PolicyUsageError, match="--tokens-only: not supported"):
+        runner.run(use(started, tokens_only=True))

@@ -13,15 +13,16 @@ from kvpolicy.core.replies import Reply, SessionStats
 
 if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM as AsyncLLM
+    from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat as ChatFormat
     from kvpolicy.adapters.vllm.v0_28.llm import LLM as LLM
     from kvpolicy.adapters.vllm.v0_28.session import Session as Session
 
-__all__ = ["LLM", "AsyncLLM", "Reply", "Session", "SessionStats", "adapter_package", "endpoint_plugin"]
+__all__ = ["LLM", "AsyncLLM", "ChatFormat", "Reply", "Session", "SessionStats", "adapter_package", "endpoint_plugin"]
 
 # Release (first two numbers) -> the package written and tested for it.
 _ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
 
-_HOME = {"AsyncLLM": "async_llm", "LLM": "llm", "Session": "session"}
+_HOME = {"AsyncLLM": "async_llm", "ChatFormat": "chat", "LLM": "llm", "Session": "session"}
 
 
 def adapter_package(version: str | None = None) -> str:

@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm import AsyncLLM
+from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.core.errors import SessionFailedError
@@ -41,7 +42,7 @@ class StockSession:
 
     def __init__(self, engine: StockAsyncLLM, *, system_prompt: str, params: SamplingParams) -> None:
         """Prepare the request; the engine hears of it with the first push."""
-        self._encoder = TurnEncoder(engine.get_tokenizer(), system_prompt)
+        self._encoder = TurnEncoder(engine.get_tokenizer(), ChatFormat().renderer(engine.renderer), system_prompt)
         self._block_size = int(engine.vllm_config.cache_config.block_size)
         self._params = copy(params)
         self._params.output_kind = RequestOutputKind.DELTA

@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
+from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_config_errors
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors, token_id_errors
@@ -139,13 +140,14 @@ class AsyncLLM(StockAsyncLLM):
         if handler is not None and not handler.get_loop().is_closed():
             handler.get_loop().call_soon_threadsafe(self.output_processor.propagate_error, EngineDeadError())
 
-    def open_session(
+    def open_session(  # noqa: PLR0913 - one keyword for each option of a session
         self,
         *,
         system_prompt: str | None = None,
         retention: Mapping[str, Any] | None = _DEFAULT_RETENTION,
         sampling_params: SamplingParams | None = None,
         use_chat_template: bool | None = None,
+        chat_format: ChatFormat | None = None,
         priority: int = 0,
     ) -> Session:
         """Return a session; the engine hears of it with its first push.
@@ -155,6 +157,7 @@ class AsyncLLM(StockAsyncLLM):
             retention: budgets as in ``RetentionBudget``; unset: its defaults; None: nothing is ever evicted.
             sampling_params: for every chunk that brings none; unset: greedy, at most 24 tokens.
             use_chat_template: unset: if the model has one.
+            chat_format: how turns become text; unset: as the model's own chat template says.
             priority: as in vLLM, smaller is more important; also decides which idle session is parked first.
 
         Raises:
@@ -167,23 +170,32 @@ class AsyncLLM(StockAsyncLLM):
             params = copy(params)
             params.extra_args = {**(params.extra_args or {}), RETENTION_KEY: dict(retention)}
         params = self.checked_session_params(params)
-        return Session(self, self.turn_encoder(system_prompt, use_chat_template), params, priority=priority)
+        encoder = self.turn_encoder(system_prompt, use_chat_template, chat_format=chat_format)
+        return Session(self, encoder, params, priority=priority)
 
     def turn_encoder(
         self,
         system_prompt: str | None,
         use_chat_template: bool | None = None,  # noqa: FBT001 - as above
         *,
+        chat_format: ChatFormat | None = None,
         most_tokens: int | None = None,
     ) -> TurnEncoder:
         """Return what makes tokens of a session's turns; one that has more than ``most_tokens`` need not be encoded.
 
         Raises:
-            PolicyUsageError: a chat template is wanted and the model has none.
+            PolicyUsageError: a chat template is wanted and the model has none, it cannot be cut into turns, or it
+                raises for this system prompt.
         """
         limit = self.model_config.max_model_len
         max_chars = min(limit, most_tokens or limit) * self.renderer.tokenizer.max_chars_per_token
-        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=max_chars)
+        render = None
+        if use_chat_template is not False:
+            render = (chat_format or ChatFormat()).renderer(self.renderer)
+        if use_chat_template and render is None:
+            reason = "use_chat_template: the model's tokenizer has no chat template; leave it out or pass False"
+            raise PolicyUsageError(reason)
+        return TurnEncoder(self._turn_tokenizer, render, system_prompt, max_chars=max_chars)
 
     @cached_property
     def _turn_tokenizer(self) -> Any:

@@ -27,10 +27,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, as_typed, take_options
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
+from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
 from kvpolicy.adapters.vllm.v0_28.engine_args import session_config_errors, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.adapters.vllm.v0_28.options import policy_errors
-from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import chat_errors, model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
@@ -104,7 +105,7 @@ def server_config(args: Namespace, options: ServeOptions, reasons: Sequence[str]
         PolicyUsageError: every reason why there can be no such server, with those that are known before (``reasons``).
     """
     config, found = configuration(args, options)
-    reasons = [*reasons, *process_errors(args), *found]
+    reasons = [*reasons, *process_errors(args), *(chat_errors(args) if options.enable_streaming else ()), *found]
     if config is None:
         reasons += policy_errors(options.kv_cache_policy)
     else:
@@ -219,7 +220,8 @@ class _Server:
             self.frontend.attach(app)
         await init_app_state(engine, app.state, self.args, tasks)
         if self.frontend is not None:
-            self.frontend.start(SessionEngine(engine, self.args.served_model_name or ()))
+            names = self.args.served_model_name or ()
+            self.frontend.start(SessionEngine(engine, names, ChatFormat.from_flags(self.args)))
         return app
 
     async def _stop_sessions(self) -> None:

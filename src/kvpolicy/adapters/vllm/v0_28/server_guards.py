@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+# What the chat route takes from a generation configuration; see vLLM's ``ModelConfig.get_diff_sampling_param``.
+_SAMPLING_DEFAULTS = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"})
+_OWN_DEFAULTS = "sessions would not follow it, they have defaults of their own (--session-temperature and others)"
+
 
 def process_errors(args: Namespace) -> Iterator[str]:
     """Yield why sessions and policies cannot run in the processes that the flags ask for."""
@@ -28,6 +32,26 @@ def process_errors(args: Namespace) -> Iterator[str]:
         yield "--data-parallel-multi-port-external-lb: not supported; start one server for each port"
     if envs.VLLM_USE_RUST_FRONTEND:
         yield "VLLM_USE_RUST_FRONTEND: not supported; unset it"
+
+
+def chat_errors(args: Namespace) -> Iterator[str]:
+    """Yield which flags shape replies of the chat route, or what they have by default, and would not shape sessions'.
+
+    Those that shape prompts work in sessions, or have nothing there to work on: see docs/reference/chat-templates.md.
+    """
+    parser = args.reasoning_parser or args.structured_outputs_config.reasoning_parser
+    if parser:
+        yield f"--reasoning-parser {parser}: not supported (a session's reply has its thoughts in it)"
+    if args.reasoning_config is not None:
+        yield "--reasoning-config: not supported (a session's reply has its thoughts in it)"
+    if args.tokens_only:
+        yield "--tokens-only: not supported (sessions take text)"
+    given = sorted(_SAMPLING_DEFAULTS & args.override_generation_config.keys())
+    if given:
+        yield f"--override-generation-config {', '.join(given)}: {_OWN_DEFAULTS}; leave it out"
+    if args.generation_config not in ("auto", "vllm"):
+        # Its end-of-sequence tokens would work; one flag for half of a file is not what anybody means.
+        yield f"--generation-config {args.generation_config}: {_OWN_DEFAULTS}; leave it out"
 
 
 def model_errors(config: VllmConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
+    from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
     from kvpolicy.adapters.vllm.v0_28.session import Session
     from kvpolicy.core.replies import Reply, SessionStats
 
@@ -72,14 +73,17 @@ class OpenSession:
 class SessionEngine:
     """A started engine. Satisfies ``adapters.http.port.EnginePort``."""
 
-    def __init__(self, engine: AsyncLLM, model_names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, engine: AsyncLLM, model_names: Iterable[str] = (), chat_format: ChatFormat | None = None
+    ) -> None:
         """Read the facts off the engine: they do not change.
 
-        ``model_names`` are all of the server: an engine keeps the first.
+        ``model_names`` are all of the server: an engine keeps the first. ``chat_format`` is that of its chat route.
         """
         self._engine = engine
+        self._chat_format = chat_format
         # The tokenizer is copied now, which takes long, and not while there is traffic.
-        engine.turn_encoder(None)
+        engine.turn_encoder(None, use_chat_template=False)
         config = engine.vllm_config
         # vLLM adds up the blocks of its data-parallel engines, and each keeps one (the null block) for itself.
         num_engines = config.parallel_config.data_parallel_size
@@ -135,7 +139,11 @@ class SessionEngine:
             raise PolicyUsageError(dict.fromkeys(reasons))
         in_force = None if budget is None else budget.to_mapping()
         session = self._engine.open_session(
-            system_prompt=system_prompt, retention=in_force, sampling_params=params, priority=priority
+            system_prompt=system_prompt,
+            retention=in_force,
+            sampling_params=params,
+            chat_format=self._chat_format,
+            priority=priority,
         )
         if budget is not None:
             session.check_first = partial(self._require_fit, budget)
@@ -155,7 +163,7 @@ class SessionEngine:
             return None
         budget = RetentionBudget.from_mapping(retention).resolved(self._limits, max_tokens)
         total = budget.require_total()
-        encoder = self._engine.turn_encoder(system_prompt, most_tokens=total)
+        encoder = self._engine.turn_encoder(system_prompt, chat_format=self._chat_format, most_tokens=total)
         reasons, first_chunk = [], 1
         try:
             # The shortest turn there is: what is too long even so can be said now.

@@ -185,6 +185,20 @@ SURFACE: tuple[PrivateName, ...] = (
         process_inputs="self request_id prompt params supported_tasks arrival_time lora_request tokenization_kwargs "
         "trace_headers priority data_parallel_rank resumable session_id",
     ),
+    # How the chat route makes text of messages.
+    *_methods("vllm.renderers.base", "BaseRenderer", render_messages="self messages params"),
+    *_attributes("vllm.renderers.base", "BaseRenderer", "tokenizer"),
+    *_methods(
+        "vllm.renderers.params",
+        "ChatParams",
+        with_defaults="self default_chat_template_kwargs default_media_io_kwargs default_mm_processor_kwargs",
+    ),
+    *_methods(
+        "vllm.entrypoints.openai.chat_completion.protocol",
+        "ChatCompletionRequest",
+        build_chat_params="self default_template default_template_content_format",
+    ),
+    *_methods("vllm.entrypoints.chat_utils", "", load_chat_template="chat_template is_literal"),
     *_methods("vllm.v1.serial_utils", "MsgpackEncoder", encode="self obj"),
     *_methods("vllm.v1.serial_utils", "MsgpackDecoder", decode="self bufs"),
     # Which data-parallel engine has a session.

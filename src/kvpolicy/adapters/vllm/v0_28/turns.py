@@ -1,14 +1,18 @@
-"""Text turns as token ids: the model's chat template, cut into the part that each chunk adds."""
+"""Text turns as token ids: the model's chat template, cut into the part that each chunk adds. Knows no engine."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from kvpolicy.adapters.vllm.v0_28.chat_template import WAY_OUT, made_up_reply, template_errors
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
+
+if TYPE_CHECKING:
+    from kvpolicy.adapters.vllm.v0_28.chat_template import Render
 
 # Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
 _LONG_TURN = 4_000
@@ -18,27 +22,32 @@ _LONG_TURN = 4_000
 class TurnEncoder:
     """Turns text into the tokens of a chunk.
 
-    With a chat template, the first turn is system prompt + user turn + the opening of a reply, and each later turn is
-    the closing of the reply before it + user turn + opening. (The token that ended a reply was never computed, so the
-    closing belongs to the next chunk.) Without one, the text is used as it is. A text of more than ``max_chars``
-    characters is not even looked at.
+    With a chat template (``render``), the first turn is system prompt + user turn + the opening of a reply, and each
+    later turn is the closing of the reply before it + user turn + opening. The token that ended a reply was never
+    computed, so the closing belongs to the next chunk, with that token if the template writes it; it is the same where
+    a reply was cut at its longest. A template that cannot be cut so is refused when the encoder is made (see
+    ``chat_template.template_errors``). Without one, the text is used as it is.
+
+    A text of more than ``max_chars`` characters is not even looked at.
+
+    Raises:
+        PolicyUsageError: the template cannot be cut into turns, or it raises for this system prompt.
     """
 
     tokenizer: Any
+    render: Render | None = None
     system_prompt: str | None = None
-    use_template: bool | None = None
     max_chars: int | None = None
     _num_turns: int = field(default=0, init=False)
     # Stands for the reply while the template is rendered; the text behind it is what the next turn adds.
-    _reply: str = field(factory=lambda: f"reply-{secrets.token_hex(8)}", init=False)
+    _reply: str = field(factory=made_up_reply, init=False)
 
     def __attrs_post_init__(self) -> None:
-        has_template = bool(getattr(self.tokenizer, "chat_template", None))
-        if self.use_template and not has_template:
-            reason = "use_chat_template: the model's tokenizer has no chat template; leave it out or pass False"
-            raise PolicyUsageError(reason)
-        if self.use_template is None:
-            self.use_template = has_template
+        if self.render is None:
+            return
+        reject(template_errors(self.render, has_system=bool(self.system_prompt)))
+        if self.system_prompt and not self._is_too_long("-"):
+            self._rendered("-", self.render)
 
     async def encode_aside(self, text: str) -> list[int]:
         """Return what ``encode`` returns; a long text is encoded in a thread while the loop goes on.
@@ -47,9 +56,8 @@ class TurnEncoder:
             ChunkRefusedError: as ``encode``.
             PolicyUsageError: as ``encode``.
         """
-        num_chars = self._num_chars(text)
         # What is too long is refused at once: no thread is needed for that.
-        is_long = num_chars > _LONG_TURN and (self.max_chars is None or num_chars <= self.max_chars)
+        is_long = self._num_chars(text) > _LONG_TURN and not self._is_too_long(text)
         return await asyncio.to_thread(self.encode, text) if is_long else self.encode(text)
 
     def encode(self, text: str) -> list[int]:
@@ -57,16 +65,17 @@ class TurnEncoder:
 
         Raises:
             ChunkRefusedError: it is longer than any text that fits.
-            PolicyUsageError: the turn has no tokens.
+            PolicyUsageError: the turn has no tokens, or the chat template raises for it.
         """
-        is_first = self._num_turns == 0
-        num_chars = self._num_chars(text)
-        if self.max_chars is not None and num_chars > self.max_chars:
-            message = f"turn: expected at most {self.max_chars} characters (more never fit), got {num_chars}"
+        if self._is_too_long(text):
+            message = (
+                f"turn: expected at most {self.max_chars} characters (more never fit), got {self._num_chars(text)}"
+            )
             raise ChunkRefusedError("chunk_too_long", message)
-        rendered = self._with_template(text, is_first=is_first) if self.use_template else self._plain(text, is_first)
+        is_first = self._num_turns == 0
+        rendered = self._plain(text) if self.render is None else self._rendered(text, self.render)
         # A template writes its own special tokens; plain text gets those that the tokenizer puts at a beginning.
-        tokens = self.tokenizer.encode(rendered, add_special_tokens=is_first and not self.use_template)
+        tokens = self.tokenizer.encode(rendered, add_special_tokens=is_first and self.render is None)
         if not tokens:
             reason = f"turn: expected text with at least one token, got {text!r}"
             raise PolicyUsageError(reason)
@@ -80,16 +89,20 @@ class TurnEncoder:
         is_first = self._num_turns == 0
         return len(text) + len(self.system_prompt or "") * is_first
 
-    def _plain(self, text: str, is_first: bool) -> str:  # noqa: FBT001 - private
+    def _is_too_long(self, text: str) -> bool:
+        return self.max_chars is not None and self._num_chars(text) > self.max_chars
+
+    def _plain(self, text: str) -> str:
+        is_first = self._num_turns == 0
         return f"{self.system_prompt}{text}" if is_first and self.system_prompt else text
 
-    def _with_template(self, text: str, *, is_first: bool) -> str:
+    def _rendered(self, text: str, render: Render) -> str:
         turn = [{"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        if is_first:
-            return self._render(system + turn)
+        if self._num_turns == 0:
+            return render(system + turn)
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": self._reply}]
-        return self._render(system + before + turn).split(self._reply, 1)[1]
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        _, found, added = render(system + before + turn).partition(self._reply)
+        if not found:
+            raise PolicyUsageError(f"chat template: for this turn, the reply before does not stand in it; {WAY_OUT}")
+        return added
