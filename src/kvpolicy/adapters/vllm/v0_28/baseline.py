@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.position_limit import position_limit
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
 from kvpolicy.core.errors import SessionFailedError
@@ -170,7 +170,7 @@ def facts(engine: StockAsyncLLM) -> dict[str, Any]:
     config = engine.vllm_config
     return {
         "vllm": str(vllm_version),
-        "trained_range": EngineOptions.trained_range(config),
+        "trained_range": position_limit(config),
         "block_size": int(config.cache_config.block_size),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
