@@ -67,8 +67,7 @@ def tiny_llama(
         max_position_embeddings: The trained range that the config states.
         weight_std: Of every weight matrix, embeddings included. Norm weights are 1.
     """
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tiny_tokenizer(max_position_embeddings)
     config = LlamaConfig(
@@ -86,7 +85,23 @@ def tiny_llama(
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config).to(torch.float32)
+    return random_model(folder, LlamaForCausalLM(config), tokenizer, seed=seed, weight_std=weight_std)
+
+
+def random_model(folder: Path, model: Any, tokenizer: Any, *, seed: int = 0, weight_std: float = 0.1) -> Path:
+    """Give a model random weights, write it with its tokenizer into ``folder``, and return ``folder``.
+
+    Args:
+        folder: Where to write; made if missing.
+        model: Of Hugging Face; its vectors become 1, everything wider normal with deviation ``weight_std``.
+        tokenizer: From ``tiny_tokenizer``.
+        seed: Of the weights.
+        weight_std: Standard deviation.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    model = model.to(torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters(), key=lambda named: named[0]):

@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
-from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.position_limit import position_limit
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.core.errors import SessionFailedError
 from kvpolicy.core.replies import Reply
@@ -169,7 +169,7 @@ def facts(engine: StockAsyncLLM) -> dict[str, Any]:
     config = engine.vllm_config
     return {
         "vllm": str(vllm_version),
-        "trained_range": EngineOptions.trained_range(config),
+        "trained_range": position_limit(config),
         "block_size": int(config.cache_config.block_size),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),

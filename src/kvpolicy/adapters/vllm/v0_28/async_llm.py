@@ -24,6 +24,7 @@ from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors, token_id_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.output_processor import RequestRefusedError, SessionOutputProcessor, sendable
+from kvpolicy.adapters.vllm.v0_28.refusals import reasons_of_processes
 from kvpolicy.adapters.vllm.v0_28.routing import counted_once, rank_of
 from kvpolicy.adapters.vllm.v0_28.session import Session
 from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
@@ -87,7 +88,8 @@ class AsyncLLM(StockAsyncLLM):
             **arguments: stock arguments.
 
         Raises:
-            PolicyUsageError: every reason why sessions or the policy cannot run so, before a model is loaded.
+            PolicyUsageError: every reason why sessions or the policy cannot run so: what the configuration tells
+                before a model is loaded, what the loaded model tells before the engine is ready.
         """
         own = {name: arguments.pop(name) for name in _CLASS_ARGUMENTS & arguments.keys()}
         if vllm_config is None:
@@ -108,9 +110,10 @@ class AsyncLLM(StockAsyncLLM):
         self._counters = CompactionCounters()
         if log_stats and EngineOptions.from_config(vllm_config).compacts:
             own["stat_loggers"] = [*(own.get("stat_loggers") or ()), CompactionStatLogger.factory(self._counters)]
-        super().__init__(
-            vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
-        )
+        with reasons_of_processes():
+            super().__init__(
+                vllm_config, executor_class or Executor.get_class(vllm_config), log_stats=bool(log_stats), **own
+            )
         # The output handler holds on to the processor it starts with, so ours must be there first.
         self.output_processor = SessionOutputProcessor.of_engine(self, self._counters, streams=self._streams)
         self._handler_may_run = True

@@ -16,6 +16,7 @@ from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, cache_errors, compacti
 from kvpolicy.adapters.vllm.v0_28.kv_spec import register_bounded_spec
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.refusals import refuse
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, Compaction, CompactionTotals, StepDirective
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.fold import Refuse
@@ -50,13 +51,13 @@ class CompactionScheduler(AnsweringScheduler):
         options = EngineOptions.from_config(vllm_config)
         if options.compacts:
             if reasons := compaction_errors(vllm_config):
-                raise PolicyUsageError(reasons)
+                refuse(reasons)
             register_bounded_spec(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         if options.compacts and (
             reasons := cache_errors(vllm_config, self.kv_cache_config, self.hash_block_size, self.block_size, POLICIES)
         ):
-            raise PolicyUsageError(reasons)
+            refuse(reasons)
         blocks = EngineBlocks(self.kv_cache_manager)
         self.compactions = CompactionBook(
             admission=PolicyAdmission(

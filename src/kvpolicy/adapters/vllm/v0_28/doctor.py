@@ -15,6 +15,7 @@ from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
 from kvpolicy.adapters.vllm.serve_options import as_typed
 from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions, policy_errors
+from kvpolicy.adapters.vllm.v0_28.position_limit import position_errors, position_limit
 from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
 from kvpolicy.adapters.vllm.v0_28.server_guards import chat_errors, model_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
@@ -129,10 +130,12 @@ def _configuration_facts(config: VllmConfig) -> Iterator[Fact]:
         f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}, "
         f"{str(model.dtype).removeprefix('torch.')}",
     )
+    knows_range = not position_errors(config)
     yield Fact(
         "lengths",
-        f"trained range {EngineOptions.trained_range(config)}, context limit {model.max_model_len}, "
+        f"trained range {position_limit(config) if knows_range else 'unknown'}, context limit {model.max_model_len}, "
         f"blocks of {cache.block_size}",
+        knows_range,
     )
     yield Fact("model runner", "V2" if config.use_v2_model_runner else "V1", not config.use_v2_model_runner)
     backend = config.attention_config.backend

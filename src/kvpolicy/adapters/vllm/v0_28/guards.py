@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
+from kvpolicy.adapters.vllm.v0_28.position_limit import position_errors
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.policies import built_in_policies
 from kvpolicy.core.policy_options import policy_from
@@ -134,12 +135,8 @@ def _engine_errors(config: VllmConfig, feature: str) -> tuple[str, ...]:
                 not getattr(model.hf_text_config, "rope_parameters", None),
                 f"--model {model.model}: {feature}: rotary position embeddings are needed",
             ),
-            (
-                model.uses_mrope or model.uses_xdrope_dim > 0,
-                f"--model {model.model}: {feature}: multi-dimensional RoPE is not supported yet",
-            ),
         )
-    )
+    ) + position_errors(config)
 
 
 def _messages(refused: Iterable[tuple[bool, str]]) -> tuple[str, ...]:

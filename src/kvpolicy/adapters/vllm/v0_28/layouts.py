@@ -33,8 +33,11 @@ def make_compactor(
         vllm_config: of the engine.
 
     Raises:
-        EngineContractError: the caches are not laid out as any layout that kvpolicy knows.
+        EngineContractError: the caches are not laid out as any layout that kvpolicy knows, or layers share one, which
+            an event would compact once for each.
     """
+    if len({cache.data_ptr() for cache in caches}) < len(caches):
+        raise EngineContractError("KV cache: expected a tensor of its own for every layer, got one that layers share")
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     expected = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     if any(tuple(cache.shape[1:]) != expected for cache in caches):

@@ -10,6 +10,7 @@ import vllm
 from kvpolicy.adapters.vllm.v0_28.engine_args import policy_arguments
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.output_processor import PolicyOutputProcessor, sendable
+from kvpolicy.adapters.vllm.v0_28.refusals import reasons_of_processes
 from kvpolicy.adapters.vllm.v0_28.wire import RequestKey
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -37,12 +38,14 @@ class LLM(vllm.LLM):
             **arguments: stock arguments.
 
         Raises:
-            PolicyUsageError: every reason why that cannot be, before the engine is started.
+            PolicyUsageError: every reason why that cannot be: what the configuration tells before the engine is
+                started, what the loaded model tells before it is ready.
         """
         arguments = {"model": model, **arguments}
         if kv_cache_policy is not None:
             arguments = policy_arguments(arguments, kv_cache_policy)
-        super().__init__(**arguments)
+        with reasons_of_processes():
+            super().__init__(**arguments)
         engine = self.llm_engine
         self._counters = CompactionCounters()
         # No step has run yet: nothing is lost with the stock one.

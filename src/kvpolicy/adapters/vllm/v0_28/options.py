@@ -107,13 +107,6 @@ class EngineOptions:
             raise PolicyUsageError(reason)
         return _imported(name)
 
-    @staticmethod
-    def trained_range(config: VllmConfig) -> int:
-        """Return the number of positions the model was trained for (the context limit where it does not say)."""
-        text_config = config.model_config.hf_text_config
-        trained = getattr(text_config, "max_position_embeddings", None)
-        return int(trained or config.model_config.max_model_len)
-
 
 def policy_errors(value: object) -> tuple[str, ...]:
     """Return why whoever starts an engine cannot have a policy; empty if they can."""

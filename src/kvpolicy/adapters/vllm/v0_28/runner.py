@@ -10,13 +10,18 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
 from kvpolicy.adapters.vllm.v0_28.layouts import make_compactor
+from kvpolicy.adapters.vllm.v0_28.loaded_model import loaded_model_errors
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.refusals import refuse
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, StepDirective
 from kvpolicy.kernels.generators import seeded_generator
 from kvpolicy.kernels.kv_shift import kv_indices, lower_lengths
 from kvpolicy.kernels.rope_shift import add_row_shift, shift_by_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -37,6 +42,7 @@ class PolicyRunnerMixin:
     input_batch: Any
     kv_caches: Any
     device: Any
+    get_model: Callable[[], nn.Module]
     compactor: Compactor | None = None
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -48,6 +54,16 @@ class PolicyRunnerMixin:
             name: BoundedAttentionSpec.bounding(spec) if type(spec) is FullAttentionSpec else spec
             for name, spec in specs.items()
         }
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and refuse what was not expected of one: the engine is not ready yet.
+
+        Raises:
+            PolicyUsageError: every reason why neither sessions nor policies can run with it.
+        """
+        super().load_model(*args, **kwargs)  # type: ignore[misc] # likewise
+        if reasons := loaded_model_errors(self.get_model(), self.vllm_config):
+            refuse(reasons)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Make the KV caches, and learn how they are laid out where that is needed."""

@@ -17,6 +17,8 @@ from kvpolicy.adapters.vllm.v0_28.engine_state import chunk_of
 from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS, cache_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.position_limit import position_limit
+from kvpolicy.adapters.vllm.v0_28.refusals import refuse
 from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord, grammar_error
 from kvpolicy.adapters.vllm.v0_28.wire import STOP_PREFIX, ChunkMarker, StepDirective
 from kvpolicy.core.budget import SessionLimits
@@ -53,7 +55,7 @@ class SessionScheduler(CompactionScheduler):
             self.vllm_config, self.kv_cache_config, self.hash_block_size, block_size, SESSIONS
         )
         if reasons:
-            raise PolicyUsageError(reasons)
+            refuse(reasons)
         options = EngineOptions.from_config(self.vllm_config)
         blocks = self.compactions.blocks
         self.sessions = SessionBook(
@@ -61,7 +63,7 @@ class SessionScheduler(CompactionScheduler):
             limits=SessionLimits(
                 block_size=block_size,
                 context_limit=self.max_model_len,
-                trained_range=options.trained_range(self.vllm_config),
+                trained_range=position_limit(self.vllm_config),
                 num_pool_blocks=blocks.num_pool_blocks,
             ),
             max_sessions=options.max_sessions or self.max_num_running_reqs - 1,

@@ -14,6 +14,7 @@ from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
 from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.position_limit import position_limit
 from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors, most_blocks
 from kvpolicy.core.checks import reject
@@ -92,7 +93,7 @@ class SessionEngine:
         self._limits = SessionLimits(
             block_size=int(config.cache_config.block_size),
             context_limit=int(config.model_config.max_model_len),
-            trained_range=options.trained_range(config),
+            trained_range=position_limit(config),
             num_pool_blocks=num_pool_blocks // num_engines,
         )
         self._facts = EngineFacts(
