@@ -19,8 +19,11 @@ CORE_READY := $(CORE)/.stamp-package-$(call key,requirements/core.txt pyproject.
 # What the demo model is served with. vLLM's own defaults take most of the memory, and compile for minutes. A model as
 # small as this needs one thread; several that wait for each other on a busy machine took a second for each token.
 # vLLM compiles its random sampling even in eager mode: 15 s at the first push, and without a C++ compiler the engine dies.
-SERVE_FLAGS := --host 127.0.0.1 --port 8000 --served-model-name smollm2 --enable-streaming --max-model-len 2048 \
-  --block-size 32 --max-num-seqs 8 --kv-cache-memory-bytes 512000000 --enforce-eager
+SERVE_FLAGS := --host=127.0.0.1 --port=8000 --served-model-name=smollm2 --enable-streaming --max-model-len=2048 \
+  --block-size=32 --max-num-seqs=8 --kv-cache-memory-bytes=512000000 --enforce-eager
+# What ARGS gives itself is left out of them: vLLM warns of a flag that comes twice.
+given = $(foreach flag,$(filter --%,$(ARGS)),$(subst _,-,$(firstword $(subst =, ,$(flag)))))
+serve_flags = $(filter-out $(given) $(addsuffix =%,$(given)),$(SERVE_FLAGS))
 
 # Modules from outside the environments would hide what the lock files lack.
 unexport PYTHONPATH PYTHONHOME
@@ -41,7 +44,7 @@ serve: $(ENGINE_READY) ## set up, then serve a small model with sessions on 127.
 	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	  VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind} \
 	  TORCH_COMPILE_DISABLE=$${TORCH_COMPILE_DISABLE:-1} \
-	  exec $(VENV)/bin/kvpolicy serve "$$model" $(SERVE_FLAGS) $(ARGS)
+	  exec $(VENV)/bin/kvpolicy serve "$$model" $(serve_flags) $(ARGS)
 
 test: check integration ## set up, then run every check and every test
 

@@ -24,6 +24,7 @@ FACTS = EngineFacts(
     num_pool_blocks=1000,
     max_sessions=8,
     takes_images=True,
+    sampling_fields=("max_tokens", "temperature"),
 )
 BLOCKS_OF_UNBOUNDED = 512
 

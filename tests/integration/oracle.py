@@ -28,6 +28,7 @@ class Oracle:
     def restart(self) -> None:
         """Forget everything: the cache is empty and positions begin at 0 again."""
         self._cache = DynamicCache()
+        self.logits = torch.empty(0)
         self.tokens: list[int] = []
         self.next_position = 0
 
@@ -47,6 +48,7 @@ class Oracle:
             ).logits
         self.tokens += tokens
         self.next_position += num_new
+        self.logits = logits[0, -1].double()
         return torch.log_softmax(logits[0, -1].double(), dim=-1)
 
     def cut(self, start: int, end: int) -> None:

@@ -223,12 +223,15 @@ def test_a_refused_chunk_leaves_the_session_usable(engine: AsyncLLM, run: Run[No
                 await session.push([6] * 300)
             assert caught.value.code == "chunk_too_long"
             assert "256" in str(caught.value)
+            # Found before sending: by the smaller of budget and context limit.
+            with pytest.raises(ChunkRefusedError, match=r"fewer than 256 tokens \(retention.total_tokens, .*got 600"):
+                await session.push([6] * 600)
             with pytest.raises(PolicyUsageError, match="at least one token"):
                 await session.push([])
             with pytest.raises(PolicyUsageError, match="at least one token"):
                 await session.push("")
             assert len((await session.push([6] * 20)).token_ids) == 4
-            assert session.stats().num_refused == 1
+            assert session.stats().num_refused == 2
             assert session.stats().num_chunks == 2
 
     run(use())

@@ -59,6 +59,33 @@ def test_without_a_model_the_engine_alone_is_looked_at() -> None:
     assert "none given" in {fact.name: fact.found for fact in diagnosis.facts}["model"]
 
 
+def test_a_missing_compiler_is_a_reason_and_can_be_made_unneeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one the engine dies of the first random sample, in eager mode as well."""
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    compiler = tmp_path / "our-c++"
+    monkeypatch.setenv("CXX", str(compiler))
+    diagnosis = doctor.diagnose(("--enable-streaming",))
+    assert not diagnosis.is_good
+    for text in reasons(diagnosis):
+        assert all(part in text for part in (f"expected {compiler}", "CXX", "TORCH_COMPILE_DISABLE=1"))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert reasons(doctor.diagnose(())) == ("", "")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    compiler.write_text("#!/bin/sh\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    diagnosis = doctor.diagnose(())
+    assert reasons(diagnosis) == ("", "")
+    assert {fact.name: fact.found for fact in diagnosis.facts}["C++ compiler"] == str(compiler)
+
+
+@pytest.mark.parametrize("num_stages", ["1", "2"])
+def test_the_layers_of_a_model_are_those_of_all_stages(tiny_model: Path, num_stages: str) -> None:
+    diagnosis = doctor.diagnose((str(tiny_model), *USUAL, "--pipeline-parallel-size", num_stages))
+    assert "; 2 layers, " in {fact.name: fact.found for fact in diagnosis.facts}["model"]
+
+
 def test_what_is_not_installed_is_a_reason_against_sessions_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
     sessions, policies = reasons(doctor.diagnose(()))

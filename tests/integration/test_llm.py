@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from kvpolicy.adapters.vllm import LLM, AsyncLLM
 from kvpolicy.core.errors import PolicyUsageError
@@ -227,7 +228,23 @@ def counter(name: str) -> float:
     return float(sum(values))
 
 
-def test_the_asynchronous_engine(tiny_model: Path) -> None:
+# Several answers to a greedy request are refused; with this the draws alone tell them apart.
+NEARLY_GREEDY: dict[str, Any] = {"temperature": 1e-6, "seed": 1}
+
+
+async def children_of_two(engine: AsyncLLM, llm: LLM) -> tuple[Any, Any]:
+    """Return the answers of a request with two children: of that with the id 0, and of the first in a call.
+
+    Child i draws by its request's key and "/i"; with ``LLM`` the key is the position in the call.
+    """
+    final = params(n=2, output_kind=RequestOutputKind.FINAL_ONLY, **NEARLY_GREEDY)
+    [asynchronous] = [output async for output in engine.generate(PROMPT, final, "0")]
+    [synchronous] = generate(llm, [PROMPT], params(n=2, **NEARLY_GREEDY))
+    both = [[tuple(child.token_ids) for child in output.outputs] for output in (asynchronous, synchronous)]
+    return both[0], both[1]
+
+
+def test_the_asynchronous_engine(tiny_model: Path, llm: LLM) -> None:
     """Keys are the caller's request ids; progress is told with the outputs; a bad request leaves the engine alone."""
     before = {name: counter(name) for name in ("events", "dropped_entries", "moved_entries", "relocate_seconds")}
 
@@ -259,6 +276,9 @@ def test_the_asynchronous_engine(tiny_model: Path) -> None:
             assert (await text("one"))[0] == first
             # A key that a client slips in does not count.
             assert (await text("one", extra_args={"kvpolicy": {"request_key": "two"}}))[0] == first
+            single = [(await text(f"0/{i}", **NEARLY_GREEDY))[0] for i in range(2)]
+            assert single[0] != single[1]
+            assert await children_of_two(engine, llm) == (single, single)
             # Each output tells. Those that nobody has read in time are merged, so some moments may be missing.
             lengths = [progress["logical_length"] for progress in told]
             assert len(told) == num_told

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession, greedy
@@ -85,6 +86,46 @@ def test_idle_sessions_make_room_for_a_slot(engine: SteppedEngine) -> None:
     assert len(sessions[0].push([8] * 10).token_ids) == 4
     for session in sessions:
         session.close()
+
+
+def num_waiting(engine: SteppedEngine) -> int:
+    """Return what vLLM's gauge ``num_requests_waiting`` shows, which is what its load balancers are told, too."""
+    scheduler = engine.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "log_stats", True)
+        patch.setattr(scheduler.kv_cache_manager, "make_prefix_cache_stats", PrefixCacheStats)
+        stats = scheduler.make_stats()
+    shown = int(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
+    assert scheduler.get_request_counts() == (stats.num_running_reqs, shown)
+    return shown
+
+
+def test_a_session_counts_as_waiting_only_while_a_chunk_of_it_waits_for_the_engine(engine: SteppedEngine) -> None:
+    sessions = [SteppedSession(engine, f"s{i}", retention=WINDOW, max_tokens=30) for i in range(3)]
+    for session in sessions:
+        for _ in range(8):
+            session.push([7] * 20, max_tokens=4)
+            session.rest()
+    assert all(session.record.ledger.num_evictions for session in sessions)
+    idle, chunked, _ = sessions
+    engine.preempt_everything()  # whoever is at rest is parked
+    assert num_waiting(engine) == 0
+    for session in (idle, chunked):
+        session.push([8] * 10, max_tokens=4)
+        session.rest()
+    assert [s.record.state.name for s in sessions] == ["IDLE", "IDLE", "PARKED"]
+    assert num_waiting(engine) == 0
+    chunked.send([9] * 10)
+    assert num_waiting(engine) == 1
+    engine.send("ordinary", [5] * 10, greedy(30), resumable=False)
+    assert num_waiting(engine) == 2
+    engine.step()
+    assert (idle.record.state.name, len(engine.scheduler.running), num_waiting(engine)) == ("IDLE", 2, 0)
+    for name in (chunked.id, "ordinary"):
+        assert len(engine.answer(name).token_ids) == 30
+    for session in sessions:
+        session.close()
+    assert num_waiting(engine) == 0
 
 
 def test_priority_decides_who_is_parked_first(engine: SteppedEngine) -> None:

@@ -7,14 +7,18 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL
+from kvpolicy.core.events import RangeEvicted
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession
-from tests.integration.replay import random_chunks
+from tests.integration.oracle import Oracle
+from tests.integration.replay import Replay, random_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -307,3 +311,66 @@ def reject_after(request: Any, num_accepted: int) -> None:
         return left[0] >= 0 and bool(accept(request_id, tokens))
 
     grammar.accept_tokens = accept_some
+
+
+PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 0.2, "presence_penalty": 0.3}
+
+
+def penalised(logits: torch.Tensor, repeated: set[int], reply: Sequence[int]) -> torch.Tensor:
+    """Return logits as the penalties change them: the repetition's for a set, the others for one reply's tokens."""
+    changed = logits.clone()
+    for token in repeated:
+        factor = PENALTIES["repetition_penalty"]
+        changed[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in set(reply):
+        num_uses = reply.count(token)
+        changed[token] -= PENALTIES["frequency_penalty"] * num_uses + PENALTIES["presence_penalty"]
+    return changed
+
+
+def test_penalties_cover_what_is_held_and_this_reply(engine: SteppedEngine, short_range_model: Path) -> None:
+    """The repetition's all that is resident, and nothing evicted; the other two this reply, and none before it."""
+    session = SteppedSession(engine, "penalised", retention=WINDOW, max_tokens=8)
+    run = Replay(session, Oracle(short_range_model))
+    gone: set[int] = set()
+    earlier: list[int] = []
+    num_told_apart = [0, 0]
+    for chunk in random_chunks(11, 12, 18, 24):
+        session.rest()
+        session.send(chunk, **PENALTIES)
+        for event in engine.events.take(session.id):
+            if isinstance(event, RangeEvicted):
+                gone |= set(run.oracle.tokens[event.start : event.end])
+            run.follow_edits([event])
+        answer = engine.answer(session.id)
+        run.oracle.feed(chunk)
+        reply: list[int] = []
+        for token in answer.token_ids:
+            logits, held = run.oracle.logits, set(run.oracle.tokens)
+            assert int(penalised(logits, held, reply).argmax()) == token
+            num_told_apart[0] += int(penalised(logits, held | gone, reply).argmax()) != token
+            num_told_apart[1] += int(penalised(logits, held, earlier + reply).argmax()) != token
+            reply.append(token)
+            if len(reply) < len(answer.token_ids):
+                run.oracle.feed([token])
+        earlier += reply
+    # What the statements deny would have been seen.
+    assert min(num_told_apart) > 0
+    assert session.record.ledger.num_evictions >= 3
+    session.close()
+
+
+def test_on_a_cpu_a_seed_counts_only_where_all_requests_of_a_step_have_one() -> None:
+    """The sampler is vLLM's own: with one neighbour that has no seed, it draws for all from the process's generator."""
+    sampler = TopKTopPSampler()
+
+    def drawn(num_seeded: int, process_seed: int) -> int:
+        torch.manual_seed(process_seed)
+        generators = {row: torch.Generator().manual_seed(7) for row in range(num_seeded)}
+        # Nothing here needs compiled code.
+        with torch.compiler.set_stance("force_eager"):
+            tokens, _ = sampler(torch.zeros(2, 320), generators, None, None)
+        return int(tokens[0])
+
+    assert len({drawn(2, seed) for seed in range(5)}) == 1
+    assert len({drawn(1, seed) for seed in range(5)}) > 1

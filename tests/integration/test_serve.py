@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm.v0_28.doctor import diagnose
-from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
+from kvpolicy.adapters.vllm.v0_28.server import expect_the_end, parsed, server_config
 from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
@@ -111,6 +113,14 @@ def test_the_limits_of_the_command_line_are_those_of_the_server(streaming: Serve
         config = http.get(ROUTES + "config").json()
         assert (config["limits"]["max_sessions"], config["limits"]["reply_deadline_s"]) == (3, DEADLINE_S)
         assert (config["sampling"]["top_p"], config["sampling"]["max_tokens"]) == (0.5, 24)
+        assert {"temperature", "logit_bias"} <= {*config["sampling_fields"]}
+        wrong = http.post(ROUTES + "sessions", json={"sampling": {"n": 2, "heat": 1}, "retention": {"total_tokens": 9}})
+        assert [reason.partition(":")[0] for reason in wrong.json()["error"]["reasons"]] == [
+            "sampling.heat",
+            "retention.total_tokens",
+        ]
+        wrong = http.post(ROUTES + "sessions", json={"sampling": {"n": 2}, "retention": RETENTION})
+        assert wrong.json()["error"]["reasons"] == ["sampling.n: expected 1, got 2"]
         sessions = [opened(http) for _ in range(3)]
         more = http.post(ROUTES + "sessions", json={"retention": RETENTION})
         assert (more.status_code, more.json()["error"]["code"]) == (503, "no_room"), more.text
@@ -160,6 +170,10 @@ def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerPr
         assert [reply["frame_index"] for reply in replies] == list(range(30))
         assert sum(reply["evicted_tokens"] for reply in replies) > 0
         assert max(reply["blocks"] for reply in replies) <= 21
+        # The engine shows what waits as of its last step, so it has to take one: the session is idle, and no load.
+        completion(streaming, tiny_model)
+        assert value(http, "kvpolicy:session_open{") == 1
+        assert value(http, "vllm:num_requests_waiting{") == value(http, "vllm:num_requests_waiting_by_reason{") == 0
         assert http.delete(f"{ROUTES}sessions/{session}").status_code == httpx.codes.OK
     # Whoever knows an id can use the session; logs are read by many.
     assert session not in streaming.text()
@@ -309,10 +323,44 @@ def test_without_flags_of_ours_it_is_the_stock_server(tiny_model: Path, tmp_path
 
 def test_a_signal_ends_it_cleanly_and_a_pending_push_is_answered(streaming: ServerProcess) -> None:
     streaming.children()
+    # Of what other tests do there may be tracebacks before.
+    before = len(streaming.text())
     answer = ended_push(streaming, lambda: streaming.process.send_signal(signal.SIGTERM))
     assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE, answer.text
     assert "shutting down" in answer.text
     assert streaming.wait_until_gone() == 0, streaming.text()
+    said = streaming.text()[before:]
+    assert "shutdown triggered" in said
+    assert "Traceback" not in said, said
+
+
+def test_the_end_of_an_engine_that_was_told_to_stop_is_no_error_in_the_log() -> None:
+    """Whether the front end learns of it before it is stopped itself is a race, so the server cannot show it."""
+    logger, lines = logging.getLogger("vllm.v1.engine.async_llm"), Lines()
+    kept = list(logger.filters)
+    logger.addHandler(lines)
+    try:
+        for told_to_stop in (False, True):
+            if told_to_stop:
+                expect_the_end()
+            for error in (EngineDeadError(), RuntimeError("another")):
+                logger.error("AsyncLLM output_handler failed.", exc_info=error)
+            logger.error("plain")
+    finally:
+        logger.removeHandler(lines)
+        logger.filters[:] = kept
+    assert lines.seen == [EngineDeadError, RuntimeError, None, RuntimeError, None]
+
+
+class Lines(logging.Handler):
+    """Keeps the kinds of errors that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[type[BaseException] | None] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.exc_info[0] if record.exc_info else None)
 
 
 @pytest.fixture
@@ -401,13 +449,17 @@ def test_the_server_ends_with_an_error_when_its_engine_has_died(policy: ServerPr
     assert time.monotonic() - started_s < 60
 
 
-def test_a_signal_ends_a_server_that_is_still_starting(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_server_that_is_still_starting(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """The status is 128 + the signal's number, as every shell has it."""
     with starting(tmp_path / "log", tiny_model, "--enable-streaming") as server:
         while not server.engines():
             assert server.process.poll() is None, server.text()
             time.sleep(0.05)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait_until_gone() == 128 + signal.SIGTERM, server.text()
+        server.process.send_signal(number)
+        assert server.wait_until_gone() == status, server.text()
 
 
 def test_a_port_that_is_taken_is_a_users_error(tiny_model: Path) -> None:

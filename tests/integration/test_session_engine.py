@@ -291,6 +291,22 @@ def test_sampling_that_anybody_may_send(engine: SessionEngine, value: str, reaso
         engine.sampling_params(json.loads(value))
 
 
+def test_an_unknown_sampling_field_is_told_where_all_of_them_are(engine: SessionEngine) -> None:
+    def reasons(name: str) -> tuple[str, ...]:
+        with pytest.raises(PolicyUsageError) as caught:
+            sampling_params_from({name: object()}, defaults={})
+        return caught.value.reasons
+
+    [reason] = reasons("heat")
+    assert reason.startswith("sampling.heat: unknown field; sampling_fields of GET /v1/streaming/config")
+    # What is longer is cut on its way to a client.
+    assert len(reason) < 300
+    known = engine.facts().sampling_fields
+    assert {"temperature", "logit_bias", "structured_outputs"} <= set(known)
+    for name in known:
+        assert "unknown" not in reasons(name)[0]
+
+
 def test_sampling_from_json() -> None:
     given = {"temperature": 1, "logit_bias": {"3": 2}, "stop_token_ids": [7], "seed": None}
     params = sampling_params_from(given, defaults={"max_tokens": 24})

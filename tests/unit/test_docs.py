@@ -6,13 +6,14 @@ import ast
 import re
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
 
 import kvpolicy
 from kvpolicy.core import errors, events
+from kvpolicy.core.compaction import expand
 from kvpolicy.core.budget import RetentionBudget
 from kvpolicy.core.policies import RandKV, SinkWindow
 from kvpolicy.core.replies import Reply, SessionStats
@@ -66,6 +67,48 @@ def test_python_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             block.run_doctest(namespace)
         else:
             exec(block.compiled(), namespace)  # noqa: S102 - our own text
+
+
+@pytest.mark.parametrize("granularity", ["head", "shared", "block"])
+def test_the_page_on_draws_is_right_in_every_form(granularity: str) -> None:
+    """Its own code, which uses nothing of kvpolicy, beside the plans; and what it says in words of events and moves."""
+    page: dict[str, Any] = {}
+    exec(python_blocks(REFERENCE / "draws.md")[0].compiled(), page)  # noqa: S102 - our own text
+    prompt, buffer_size, size = 7, 8, 4
+    policy = kvpolicy.RandKV(budget=40, buffer_size=buffer_size, seed=2**63 + 5, granularity=granularity)
+    schedule = policy.schedule(prompt, block_size=size)
+    key = page["key_of"](policy.seed, "\u00e4/1")
+    for ordinal in range(8):
+        num_held = schedule.length_before(ordinal)
+        snapshot = kvpolicy.RequestSnapshot(
+            request_key="\u00e4/1",
+            prompt_length=prompt,
+            logical_length=schedule.due_at(ordinal),
+            physical_length=num_held,
+            num_events=ordinal,
+            block_size=size,
+        )
+        event = policy.event_for(snapshot)
+        assert event is not None
+        cells = range(prompt, num_held - buffer_size)
+        for layer, head in ((0, 0), (3, 1), (31, 7)):
+            plan = expand(event, layer=layer, kv_head=head)
+            if granularity == "block":
+                whole = [
+                    block for block in range(num_held // size) if {*range(size * block, size * (block + 1))} <= {*cells}
+                ]
+                [block] = page["dropped"](key, ordinal, 0, 0, whole, 1)
+                assert plan.dropped == tuple(range(size * block, size * (block + 1)))
+                assert plan.moves == ()
+                continue
+            num = 8 if ordinal else 1
+            stream = (layer, head) if granularity == "head" else (0, 0)
+            gone = page["dropped"](key, ordinal, *stream, cells, num)
+            after = num_held - num
+            assert list(plan.dropped) == gone
+            assert [move.source for move in plan.moves] == [c for c in range(after, num_held) if c not in gone]
+            assert [move.destination for move in plan.moves] == [cell for cell in gone if cell < after]
+            assert page["key_of"](policy.seed, "\u00e4/0") != key
 
 
 def test_every_kind_of_page_has_python_that_runs() -> None:

@@ -135,7 +135,7 @@ def real_statuses() -> dict[str, set[int]]:
     for call in calls():
         arguments = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
         match call.func, arguments:
-            case ast.Name("ApiError"), [int(status), str(code), *_]:
+            case ast.Name("ApiError" | "_from_core"), [int(status), str(code), *_]:
                 found.setdefault(code, set()).add(status)
             case ast.Name(maker), [str(code), *_] if maker in makers:
                 found.setdefault(code, set()).add(makers[maker])
@@ -219,6 +219,6 @@ def test_the_pages_with_commands_for_the_server() -> None:
 
 def test_the_flags_of_make_serve_are_those_of_the_pages() -> None:
     flags = makefile_flags("SERVE_FLAGS")
-    assert re.search(r"--host 127\.0\.0\.1 --port 8000 ", flags)
-    assert "--served-model-name smollm2 " in flags
+    assert re.search(r"--host=127\.0\.0\.1 --port=8000 ", flags)
+    assert "--served-model-name=smollm2 " in flags
     assert "--enable-streaming " in flags

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attrs import asdict, evolve, frozen
 
+from kvpolicy.core.advice import fitting_advice
 from kvpolicy.core.checks import from_mapping, integer_errors, is_at_least, is_number, reject
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.spaces import blocks_for
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # What a session may hold where nobody asked for a total (requirement R.15), if model and engine allow it.
 _DEFAULT_TOTAL_TOKENS = 7000
+_PIN_LESS = "pin at most {} tokens (a shorter first chunk, or retention.anchor_tokens)"
 
 
 @frozen(kw_only=True)
@@ -67,7 +69,7 @@ class RetentionBudget:
         Raises:
             PolicyUsageError: unknown keys, wrong types and impossible values, all at once.
         """
-        return from_mapping(cls, mapping, name="budget")
+        return from_mapping(cls, mapping, name="retention")
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the budget as a JSON-able mapping that ``from_mapping`` reads back."""
@@ -95,7 +97,7 @@ class RetentionBudget:
         total = min(_DEFAULT_TOTAL_TOKENS, by_range, by_context)
         if total < self.min_total_tokens:
             raise PolicyUsageError(
-                f"budget.total_tokens: its default would be {total} ({by_range} by the trained range "
+                f"retention.total_tokens: its default would be {total} ({by_range} by the trained range "
                 f"{limits.trained_range}, {by_context} by the context limit {limits.context_limit}), "
                 f"expected at least {self.min_total_tokens} (min_total_tokens); lower max_tokens "
                 f"{max_tokens} or min_total_tokens, or raise the context limit"
@@ -113,7 +115,7 @@ class RetentionBudget:
             PolicyUsageError: it is not set.
         """
         if self.total_tokens is None:
-            raise PolicyUsageError("budget.total_tokens: expected an integer, got None; call resolved() first")
+            raise PolicyUsageError("retention.total_tokens: expected an integer, got None; call resolved() first")
         return self.total_tokens
 
 
@@ -122,24 +124,24 @@ def _violations(budget: RetentionBudget) -> list[str]:
     text, total, least = budget.text_tokens, budget.total_tokens, budget.min_total_tokens
     has_least = is_at_least(least, 1)
     reasons = [
-        *integer_errors("budget.content_segments", budget.content_segments, 1),
-        *integer_errors("budget.text_tokens", text, 1, optional=True),
+        *integer_errors("retention.content_segments", budget.content_segments, 1),
+        *integer_errors("retention.text_tokens", text, 1, optional=True),
         *integer_errors(
-            "budget.total_tokens",
+            "retention.total_tokens",
             total,
             least if has_least else 1,
             because="min_total_tokens" if has_least else "",
             optional=True,
         ),
-        *integer_errors("budget.anchor_tokens", budget.anchor_tokens, 1, optional=True),
-        *integer_errors("budget.min_total_tokens", least, 1),
+        *integer_errors("retention.anchor_tokens", budget.anchor_tokens, 1, optional=True),
+        *integer_errors("retention.min_total_tokens", least, 1),
     ]
     threshold = budget.consolidation_threshold
     # A NaN fails the comparison, too.
     if not is_number(threshold) or not 0 < threshold <= 1:
-        reasons.append(f"budget.consolidation_threshold: expected a number above 0 and up to 1, got {threshold!r}")
+        reasons.append(f"retention.consolidation_threshold: expected a number above 0 and up to 1, got {threshold!r}")
     if is_at_least(text, 1) and is_at_least(total, 1) and text > total:
-        reasons.append(f"budget.text_tokens: expected at most {total} (total_tokens), got {text}")
+        reasons.append(f"retention.text_tokens: expected at most {total} (total_tokens), got {text}")
     return reasons
 
 
@@ -162,16 +164,18 @@ def admission_errors(
         return (*reasons, _reply_error(max_tokens))
     pinned = min(budget.anchor_tokens or first_chunk_tokens, first_chunk_tokens)
     reserve = 2 * limits.block_size
-    if first_chunk_tokens + max_tokens > total:
+    # Where all of the chunk is pinned, the next reason says the same and more.
+    if pinned < first_chunk_tokens and first_chunk_tokens + max_tokens > total:
         reasons.append(
             f"first chunk: {first_chunk_tokens} tokens and a reply of max_tokens {max_tokens} do not fit "
-            f"into budget.total_tokens {total}; shorten either or raise the budget"
+            f"into retention.total_tokens {total}; "
+            + fitting_advice(total, num_tokens=first_chunk_tokens, max_tokens=max_tokens)
         )
     if pinned + max_tokens + reserve >= total:
         reasons.append(
             f"anchor: {pinned} pinned tokens, a reply of max_tokens {max_tokens} and {reserve} for "
-            f"two blocks leave no room for another chunk in budget.total_tokens {total}; shorten the first "
-            "chunk, set budget.anchor_tokens or raise the budget"
+            f"two blocks leave no room for another chunk in retention.total_tokens {total}; "
+            + fitting_advice(total - reserve - 1, num_tokens=pinned, max_tokens=max_tokens, shorter=_PIN_LESS)
         )
     return tuple(reasons)
 
@@ -181,19 +185,19 @@ def _limit_errors(budget: RetentionBudget, limits: SessionLimits, total: int) ->
     reasons = []
     if total + 1 > limits.context_limit:
         reasons.append(
-            f"budget.total_tokens: expected less than the context limit {limits.context_limit}, got {total}; "
+            f"retention.total_tokens: expected less than the context limit {limits.context_limit}, got {total}; "
             "lower the budget or raise the context limit"
         )
     if total >= budget.position_limit(limits):
         reasons.append(
-            f"budget.total_tokens: expected less than {budget.consolidation_threshold} "
+            f"retention.total_tokens: expected less than {budget.consolidation_threshold} "
             f"(consolidation_threshold) x {limits.trained_range} (trained range), got {total}; "
             "lower the budget or raise the threshold"
         )
     num_blocks = most_blocks(budget, limits)
     if num_blocks > limits.num_pool_blocks:
         reasons.append(
-            f"budget.total_tokens: {total} tokens need {num_blocks} blocks of {limits.block_size}, the "
+            f"retention.total_tokens: {total} tokens need {num_blocks} blocks of {limits.block_size}, the "
             f"engine has {limits.num_pool_blocks}; lower the budget or give the engine more cache"
         )
     return reasons

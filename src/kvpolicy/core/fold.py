@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field, frozen
 
+from kvpolicy.core.advice import fitting_advice
 from kvpolicy.core.checks import integer_errors, media_errors, reject
 from kvpolicy.core.errors import InvariantError
 from kvpolicy.core.segments import Segment, SegmentKind, SegmentLog
@@ -217,7 +218,7 @@ def _evict_over_budget(draft: _Draft, chunk: ChunkShape, budget: RetentionBudget
     # has made sure that this much fits.
     if draft.ledger.num_tokens + new_tokens > total:
         raise InvariantError(
-            f"budget.total_tokens: {draft.ledger.num_tokens} tokens stay and {new_tokens} come, "
+            f"retention.total_tokens: {draft.ledger.num_tokens} tokens stay and {new_tokens} come, "
             f"expected at most {total}"
         )
 
@@ -234,12 +235,12 @@ def _refusal(
     needed = pinned + chunk.num_tokens + chunk.max_tokens + reserve
     if needed <= total:
         return None
-    most = max(0, total - needed + chunk.num_tokens)
+    advice = fitting_advice(total - pinned - reserve, num_tokens=chunk.num_tokens, max_tokens=chunk.max_tokens)
     return Refuse(
         "chunk_too_long",
         f"chunk: {pinned} pinned tokens, {chunk.num_tokens} of this chunk, a reply of max_tokens "
-        f"{chunk.max_tokens} and {reserve} for two blocks are {needed}, expected at most budget.total_tokens "
-        f"{total}; send a chunk of at most {most} tokens, lower max_tokens or raise the budget",
+        f"{chunk.max_tokens} and {reserve} for two blocks are {needed}, expected at most retention.total_tokens "
+        f"{total}; {advice}",
     )
 
 
@@ -255,11 +256,16 @@ def dense_refusal(num_held: int, chunk: ChunkShape, limits: SessionLimits) -> Re
     pool_tokens = limits.num_pool_blocks * limits.block_size
     needed = min(num_tokens + chunk.max_tokens, limits.context_limit)
     if refusal is None and needed > pool_tokens:
+        advice = fitting_advice(
+            pool_tokens - num_held,
+            num_tokens=chunk.num_tokens,
+            max_tokens=chunk.max_tokens,
+            otherwise="open a session with a retention budget",
+        )
         refusal = Refuse(
             "chunk_too_long",
             f"chunk: the session would need {needed} tokens with it and a reply of max_tokens {chunk.max_tokens}, "
-            f"expected at most the {pool_tokens} that the KV cache holds; send less, lower max_tokens or use a "
-            "retention budget",
+            f"expected at most the {pool_tokens} that the KV cache holds; {advice}",
         )
     return refusal
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +15,9 @@ from typer.testing import CliRunner
 
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
+from kvpolicy.cli import serve
 from kvpolicy.cli.app import app
+from tests.pages import ROOT, makefile_flags
 
 
 def taken(*arguments: str) -> tuple[ServeOptions, tuple[str, ...], dict[str, Any]]:
@@ -97,3 +103,39 @@ def test_missing_vllm_is_one_line(command: str) -> None:
     assert result.exit_code == 1
     said = result.output + str(result.exception)
     assert "the module 'vllm' is not installed; run: pip install 'kvpolicy[vllm]'" in said
+
+
+def test_ctrl_c_before_the_server_is_ready_ends_it_with_the_status_of_that_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while vLLM is still being imported: 128 + 2, as every shell has it."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "adapter_package", lambda: "somewhere")
+    monkeypatch.setattr(serve, "importlib", SimpleNamespace(import_module=interrupted))
+    result = CliRunner().invoke(app, ["serve", "model"])
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out"),
+    [
+        ("", ()),
+        ("--port 9000", ("--port",)),
+        ("--port=9000 --max_num_seqs 4", ("--port", "--max-num-seqs")),
+        ("--enforce-eager --session-top-p 0.5", ("--enforce-eager",)),
+    ],
+)
+def test_make_serve_gives_no_flag_twice(arguments: str, left_out: tuple[str, ...]) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-n", "serve", f"ARGS={arguments}"]
+    done = subprocess.run(  # noqa: S603 - ours
+        command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+    )
+    [line] = re.findall(r'kvpolicy serve "\$model" (.*)', done.stdout)
+    usual = [flag for flag in makefile_flags("SERVE_FLAGS").split() if flag.partition("=")[0] not in left_out]
+    assert line.split() == [*usual, *arguments.split()]
+    assert len(usual) == len(makefile_flags("SERVE_FLAGS").split()) - len(left_out)

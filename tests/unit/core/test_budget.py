@@ -18,33 +18,33 @@ from tests.strategies import Setup, setups
 LIMITS = SessionLimits(block_size=16, context_limit=16384, trained_range=32768, num_pool_blocks=2000)
 
 VIOLATIONS = [
-    ({"content_segments": 0}, "budget.content_segments: expected an integer >= 1, got 0"),
-    ({"content_segments": None}, "budget.content_segments: expected an integer >= 1, got None"),
-    ({"content_segments": 2.0}, "budget.content_segments: expected an integer >= 1, got 2.0"),
-    ({"text_tokens": 0}, "budget.text_tokens: expected an integer >= 1 or None, got 0"),
-    ({"text_tokens": True}, "budget.text_tokens: expected an integer >= 1 or None, got True"),
+    ({"content_segments": 0}, "retention.content_segments: expected an integer >= 1, got 0"),
+    ({"content_segments": None}, "retention.content_segments: expected an integer >= 1, got None"),
+    ({"content_segments": 2.0}, "retention.content_segments: expected an integer >= 1, got 2.0"),
+    ({"text_tokens": 0}, "retention.text_tokens: expected an integer >= 1 or None, got 0"),
+    ({"text_tokens": True}, "retention.text_tokens: expected an integer >= 1 or None, got True"),
     (
         {"text_tokens": 3000, "total_tokens": 2000},
-        "budget.text_tokens: expected at most 2000 (total_tokens), got 3000",
+        "retention.text_tokens: expected at most 2000 (total_tokens), got 3000",
     ),
     (
         {"total_tokens": 100},
-        "budget.total_tokens: expected an integer >= 1024 (min_total_tokens) or None, got 100",
+        "retention.total_tokens: expected an integer >= 1024 (min_total_tokens) or None, got 100",
     ),
     (
         {"total_tokens": 63, "min_total_tokens": 64},
-        "budget.total_tokens: expected an integer >= 64 (min_total_tokens) or None, got 63",
+        "retention.total_tokens: expected an integer >= 64 (min_total_tokens) or None, got 63",
     ),
     (
         {"total_tokens": "big"},
-        "budget.total_tokens: expected an integer >= 1024 (min_total_tokens) or None, got 'big'",
+        "retention.total_tokens: expected an integer >= 1024 (min_total_tokens) or None, got 'big'",
     ),
-    ({"anchor_tokens": 0}, "budget.anchor_tokens: expected an integer >= 1 or None, got 0"),
-    ({"min_total_tokens": 0}, "budget.min_total_tokens: expected an integer >= 1, got 0"),
+    ({"anchor_tokens": 0}, "retention.anchor_tokens: expected an integer >= 1 or None, got 0"),
+    ({"min_total_tokens": 0}, "retention.min_total_tokens: expected an integer >= 1, got 0"),
     *(
         (
             {"consolidation_threshold": value},
-            f"budget.consolidation_threshold: expected a number above 0 and up to 1, got {value!r}",
+            f"retention.consolidation_threshold: expected a number above 0 and up to 1, got {value!r}",
         )
         for value in (0, 0.0, -0.5, 1.01, math.nan, math.inf, True, "0.7", None)
     ),
@@ -71,16 +71,16 @@ def test_every_violation_is_reported_at_once() -> None:
             min_total_tokens=False,
         )
     assert [reason.partition(":")[0] for reason in caught.value.reasons] == [
-        "budget.content_segments",
-        "budget.anchor_tokens",
-        "budget.min_total_tokens",
-        "budget.consolidation_threshold",
-        "budget.text_tokens",
+        "retention.content_segments",
+        "retention.anchor_tokens",
+        "retention.min_total_tokens",
+        "retention.consolidation_threshold",
+        "retention.text_tokens",
     ]
 
 
 def test_a_total_is_a_count_even_where_the_minimum_is_not() -> None:
-    with pytest.raises(PolicyUsageError, match=r"budget.total_tokens: expected an integer >= 1 or None, got 0"):
+    with pytest.raises(PolicyUsageError, match=r"retention.total_tokens: expected an integer >= 1 or None, got 0"):
         RetentionBudget(total_tokens=0, min_total_tokens=None)  # type: ignore[arg-type]  # the point
 
 
@@ -118,16 +118,16 @@ def test_unknown_keys_are_rejected_together_with_everything_else() -> None:
     with pytest.raises(PolicyUsageError) as caught:
         RetentionBudget.from_mapping({"total": 5, 3: 4, "content_segments": "many"})  # type: ignore[dict-item] # on purpose
     assert caught.value.reasons == (
-        f"budget: unknown key 'total'; known keys: {known}",
-        f"budget: unknown key 3; known keys: {known}",
-        "budget.content_segments: expected an integer >= 1, got 'many'",
+        f"retention: unknown key 'total'; known keys: {known}",
+        f"retention: unknown key 3; known keys: {known}",
+        "retention.content_segments: expected an integer >= 1, got 'many'",
     )
     with pytest.raises(PolicyUsageError, match="unknown key 'total'"):
         RetentionBudget.from_mapping({"total": 5})
 
 
 def test_a_budget_comes_from_a_mapping() -> None:
-    with pytest.raises(PolicyUsageError, match="budget: expected Mapping, got 5"):
+    with pytest.raises(PolicyUsageError, match="retention: expected Mapping, got 5"):
         RetentionBudget.from_mapping(5)  # type: ignore[arg-type]  # the point
 
 
@@ -196,7 +196,7 @@ def test_a_session_needs_a_finite_reply(max_tokens: int | None) -> None:
 
 
 def test_a_budget_is_resolved_before_admission() -> None:
-    with pytest.raises(PolicyUsageError, match=r"budget.total_tokens: expected an integer, got None"):
+    with pytest.raises(PolicyUsageError, match=r"retention.total_tokens: expected an integer, got None"):
         admission_errors(RetentionBudget(), LIMITS, first_chunk_tokens=10, max_tokens=24)
 
 
@@ -236,13 +236,37 @@ def test_admission_at_its_limits(
         assert text in errors[0]
 
 
+def test_the_advice_to_a_first_chunk_that_does_not_fit_can_be_followed() -> None:
+    """2000 - 33 is what pinned tokens and the longest reply can have together, 2000 what chunk and reply can have."""
+    (reason,) = admission_errors(BUDGET, LIMITS, first_chunk_tokens=1950, max_tokens=24)
+    assert reason.endswith(
+        "; pin at most 1943 tokens (a shorter first chunk, or retention.anchor_tokens), lower max_tokens to 17 or open "
+        "a session with a larger retention.total_tokens"
+    )
+    assert admission_errors(BUDGET, LIMITS, first_chunk_tokens=1943, max_tokens=24) == ()
+    assert admission_errors(BUDGET, LIMITS, first_chunk_tokens=1950, max_tokens=17) == ()
+    assert admission_errors(evolve(BUDGET, anchor_tokens=1943), LIMITS, first_chunk_tokens=1950, max_tokens=24) == ()
+    sinks = evolve(BUDGET, anchor_tokens=4)
+    (reason,) = admission_errors(sinks, LIMITS, first_chunk_tokens=1990, max_tokens=24)
+    assert reason.endswith(
+        "; send a chunk of at most 1976 tokens, lower max_tokens to 10 or open a session with a larger "
+        "retention.total_tokens"
+    )
+    assert admission_errors(sinks, LIMITS, first_chunk_tokens=1976, max_tokens=24) == ()
+    assert admission_errors(sinks, LIMITS, first_chunk_tokens=1990, max_tokens=10) == ()
+    # No chunk is short enough for a reply like this one.
+    (reason,) = admission_errors(BUDGET, LIMITS, first_chunk_tokens=10, max_tokens=2000)
+    assert reason.endswith("; lower max_tokens to 1957 or open a session with a larger retention.total_tokens")
+    assert admission_errors(BUDGET, LIMITS, first_chunk_tokens=10, max_tokens=1957) == ()
+
+
 def test_admission_reports_every_reason_at_once() -> None:
     limits = SessionLimits(block_size=16, context_limit=1500, trained_range=2000, num_pool_blocks=10)
-    errors = admission_errors(BUDGET, limits, first_chunk_tokens=2000, max_tokens=24)
+    errors = admission_errors(evolve(BUDGET, anchor_tokens=1999), limits, first_chunk_tokens=2000, max_tokens=24)
     assert [error.partition(":")[0] for error in errors] == [
-        "budget.total_tokens",
-        "budget.total_tokens",
-        "budget.total_tokens",
+        "retention.total_tokens",
+        "retention.total_tokens",
+        "retention.total_tokens",
         "first chunk",
         "anchor",
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
@@ -127,7 +130,41 @@ def test_a_chunk_that_cannot_fit_whatever_goes_is_refused() -> None:
         "at most 868",
     ):
         assert number in refusal.message
-    assert "at most 0 tokens" in refused(session(), ChunkShape(5, 2000)).message
+
+
+def followed(message: str, num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return the chunk and the longest reply that each part of a message's advice comes to, at its limit."""
+    shorter = [(int(most), max_tokens) for most in re.findall(r"(?:chunk of|pin) at most (\d+) tokens", message)]
+    lower = [(num_tokens, int(most)) for most in re.findall(r"lower max_tokens to (\d+)", message)]
+    both = [(1, int(room) - 1) for room in re.findall(r"\((\d+) tokens together\)", message)]
+    return shorter + lower + both
+
+
+@given(pinned=st.integers(1, 990), num_tokens=st.integers(1, 2000), max_tokens=st.integers(1, 2000))
+def test_the_advice_to_a_chunk_that_is_too_long_can_be_followed(pinned: int, num_tokens: int, max_tokens: int) -> None:
+    ledger = SessionLedger.opened(pinned)
+    plan = fold(ledger, ChunkShape(num_tokens, max_tokens))
+    if plan.refusal is None:
+        return
+    ways = followed(plan.refusal.message, num_tokens, max_tokens)
+    # 1024 - 32 is what pinned tokens, chunk and reply can have together.
+    assert ways
+    for num, longest in ways:
+        assert fold(ledger, ChunkShape(num, longest)).refusal is None
+        assert fold(ledger, ChunkShape(num, longest + 1)).refusal is not None
+        assert fold(ledger, ChunkShape(num + 1, longest)).refusal is not None
+    assert "larger retention.total_tokens" in plan.refusal.message
+
+
+def test_a_chunk_beside_a_reply_that_never_fits_is_not_told_to_be_shorter() -> None:
+    """100 pinned tokens and two blocks of 16 leave 892 for both."""
+    assert refused(session(), ChunkShape(5, 2000)).message.endswith(
+        "; lower max_tokens to 887 or open a session with a larger retention.total_tokens"
+    )
+    assert refused(session(), ChunkShape(900, 2000)).message.endswith(
+        "; send a shorter chunk with a lower max_tokens (892 tokens together) or open a session with a larger "
+        "retention.total_tokens"
+    )
 
 
 def test_without_retention_nothing_is_evicted_until_the_context_is_full() -> None:
@@ -153,6 +190,12 @@ def test_without_retention_a_session_has_to_fit_into_the_pool() -> None:
     assert refusal.code == "chunk_too_long"
     assert "would need 321 tokens" in refusal.message
     assert "at most the 320 that" in refusal.message
+    for num, longest in followed(refusal.message, 8, 13):
+        assert dense_refusal(300, ChunkShape(num, longest), limits) is None
+        assert dense_refusal(300, ChunkShape(num, longest + 1), limits) is not None
+    assert refusal.message.endswith(
+        "; send a chunk of at most 7 tokens, lower max_tokens to 12 or open a session with a retention budget"
+    )
     # Where the pool holds the whole context, the limit cuts the reply.
     limits = evolve(LIMITS, context_limit=512, num_pool_blocks=32)
     assert dense_refusal(300, ChunkShape(8, 1000), limits) is None
@@ -256,7 +299,7 @@ def test_scattered_pinned_segments_break_the_promise_loudly() -> None:
     """The chunk fits by its sum only if the pinned tokens are the first ones, as in every ledger that was opened."""
     segments = tuple(Segment(SegmentKind.CONTENT, 20 * i, 20 * i + 1, pinned=True) for i in range(40))
     ledger = SessionLedger(log=SegmentLog(segments, 800), num_chunks=1)
-    with pytest.raises(InvariantError, match=r"budget.total_tokens: \d+ tokens stay and 900 come"):
+    with pytest.raises(InvariantError, match=r"retention.total_tokens: \d+ tokens stay and 900 come"):
         fold(ledger, ChunkShape(890, 10))
 
 

@@ -10,8 +10,9 @@ import pytest
 from attrs import evolve
 
 from kvpolicy.adapters.http.endings import Ending, EndReason
-from kvpolicy.adapters.http.errors import bad_request
+from kvpolicy.adapters.http.errors import api_error, bad_request
 from kvpolicy.adapters.http.metrics import SessionMetrics
+from kvpolicy.adapters.http.wording import field_reason
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -33,17 +34,37 @@ JSON = {"Content-Type": "application/json"}
         ({"content": '"\\ud800"', "headers": JSON}, 400, "bad_json", "body: expected JSON"),
         ({"content": "{}", "headers": TEXT}, 400, "bad_content_type", "Content-Type: expected application/json"),
         ({"json": {"model": "other"}}, 400, "invalid", "model: expected fake-model"),
-        ({"json": {"retention": {"total_token": 5}}}, 400, "invalid", "budget: unknown key 'total_token'"),
+        ({"json": {"retention": {"total_token": 5}}}, 400, "invalid", "retention: unknown key 'total_token'"),
         ({"json": {"sampling": {"no_such_field": 5}}}, 400, "invalid", "sampling: and another reason"),
         ({"json": {"sampling": {"max_tokens": 0}}}, 400, "invalid", "max_tokens"),
         ({"json": {"retention": {"total_tokens": 99_999}}}, 400, "never_fits", "may need 6250 blocks"),
-        ({"json": []}, 422, "invalid_fields", "valid dictionary"),
-        ({"json": {"sampling": {"stop_token_ids": [7, -1]}}}, 422, "invalid_fields", "sampling.stop_token_ids.1: "),
-        ({"json": {"priority": "1", "nonsense": 1}}, 422, "invalid_fields", "priority: "),
-        ({"json": {"nonsense": 1}}, 422, "invalid_fields", "nonsense: "),
-        ({"json": {"sampling": {"max_tokens": "5"}}}, 422, "invalid_fields", "sampling.max_tokens: "),
-        ({"json": {"retention": {"total_tokens": True}}}, 422, "invalid_fields", "retention.total_tokens: "),
-        ({"json": {"priority": 2**40}}, 422, "invalid_fields", "priority: "),
+        ({"json": []}, 422, "invalid_fields", "body: expected an object, got a list"),
+        (
+            {"json": {"sampling": {"stop_token_ids": [7, -1]}}},
+            422,
+            "invalid_fields",
+            "sampling.stop_token_ids.1: expected at least 0, got -1",
+        ),
+        ({"json": {"priority": "1", "nonsense": 1}}, 422, "invalid_fields", "priority: expected an integer, got text"),
+        ({"json": {"nonsense": 1}}, 422, "invalid_fields", "nonsense: unknown; known here: model, system_prompt"),
+        (
+            {"json": {"sampling": {"max_tokens": "5"}}},
+            422,
+            "invalid_fields",
+            "sampling.max_tokens: expected an integer, got text",
+        ),
+        (
+            {"json": {"retention": {"total_tokens": True}}},
+            422,
+            "invalid_fields",
+            "retention.total_tokens: expected an integer, got true",
+        ),
+        (
+            {"json": {"priority": 2**40}},
+            422,
+            "invalid_fields",
+            "priority: expected at most 2147483647, got 1099511627776",
+        ),
         ({"content": b"x" * 2000, "headers": JSON}, 413, "body_too_large", "at most 1000 bytes"),
     ],
 )
@@ -68,7 +89,7 @@ def test_all_reasons_come_at_once() -> None:
             assert answer.status_code == 422  # a wrong type
             wanted = {"model": "other", "retention": {"total_tokens": 5, "content_segments": 0, "sink": 4}}
             reasons = error_of(await server.http.post(SESSIONS, json=wanted))["reasons"]
-            assert [reason.partition(":")[0] for reason in reasons][:2] == ["model", "budget"]
+            assert [reason.partition(":")[0] for reason in reasons][:2] == ["model", "retention"]
             assert len(reasons) == 4
             assert not server.engine.live
 
@@ -90,6 +111,134 @@ def test_a_value_of_the_wrong_type_is_not_repeated() -> None:
     asyncio.run(scenario())
 
 
+# What a field can be that it may not be, with the words for it.
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"text": None}, ["text: expected text, got null"]),
+    ({"text": 5}, ["text: expected text, got 5"]),
+    ({}, ["text: expected a value, got none"]),
+    ({"text": "hi", "frame_index": 1.5}, ["frame_index: expected an integer, got 1.5"]),
+    (
+        {"text": "hi", "frame_index": 2**70},
+        ["frame_index: expected at most 9007199254740991, got a number of more than 64"],
+    ),
+    (
+        {"text": "hi", "stream": 1, "more": {}, "e": []},
+        [
+            "stream: expected true or false, got 1",
+            "more: unknown; known here: text, frame_index, sampling, stream",
+            "e: unknown; known here: text, frame_index, sampling, stream",
+        ],
+    ),
+    ({"text": "hi", "sampling": []}, ["sampling: expected an object, got a list"]),
+    (
+        {"text": "hi", "sampling": {"top_p": {}, "seed": False, "stop_token_ids": 7}},
+        [
+            "sampling.top_p: expected a number, got an object",
+            "sampling.seed: expected an integer, got false",
+            "sampling.stop_token_ids: expected a list, got 7",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "reasons"), WRONG, ids=str)
+def test_a_422_says_what_was_expected_and_what_came_for_every_field(body: dict[str, Any], reasons: list[str]) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            answer = await server.http.post(f"{path}/frame", json=body)
+            error = error_of(answer)
+            assert (answer.status_code, error["code"], error["type"]) == (422, "invalid_fields", "PolicyUsageError")
+            assert len(error["reasons"]) == len(reasons)
+            for found, expected in zip(error["reasons"], reasons, strict=True):
+                assert found.startswith(expected)
+            assert error["message"] == "\n".join(error["reasons"])
+
+    asyncio.run(scenario())
+
+
+def test_a_422_of_a_kind_that_is_not_known_has_pydantics_words() -> None:
+    error = {"loc": ("a", 1), "type": "brand_new", "msg": "Input should be better", "input": "secret"}
+    assert field_reason(error, ()) == "a.1: Input should be better"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "known"),
+    [
+        ("POST", "", "nothing"),
+        ("GET", "/config", "nothing"),
+        ("GET", "/one", "nothing"),
+        ("DELETE", "/one", "nothing"),
+        ("POST", "/one/frame", "frame_index, stream"),
+        ("POST", "/one/frames", "frame_index, stream"),
+    ],
+)
+def test_an_unknown_query_key_is_refused_by_name(method: str, path: str, known: str) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            one = await server.open()
+            target = (
+                "/v1/streaming/config" if path == "/config" else SESSIONS + path.replace("/one", one[len(SESSIONS) :])
+            )
+            options: dict[str, Any] = {"content": "hi", "headers": TEXT} if "frame" in path else {}
+            answer = await server.http.request(method, target, params={"strem": "secret", "x" * 500: ""}, **options)
+            error = error_of(answer)
+            assert (answer.status_code, error["code"]) == (422, "invalid_fields")
+            assert error["reasons"] == [f"query.{name}: unknown; known here: {known}" for name in ("strem", "x" * 40)]
+            # Nothing was opened, pushed or closed.
+            assert len(server.engine.sessions) == 1
+            assert not server.engine.sessions[0].turns
+            assert (await server.push(one, "hi", frame_index=0)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_an_unknown_query_key_comes_with_what_is_wrong_with_the_known_ones() -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            path = await server.open()
+            query = {"frame_index": "-1", "stream": "maybe", "strem": "1"}
+            answer = await server.http.post(f"{path}/frame", content="hi", headers=TEXT, params=query)
+            assert error_of(answer)["reasons"] == [
+                "query.frame_index: expected at least 0, got -1",
+                "query.stream: expected true or false, got text",
+                "query.strem: unknown; known here: frame_index, stream",
+            ]
+
+    asyncio.run(scenario())
+
+
+def test_reasons_of_the_library_name_the_fields_of_the_request() -> None:
+    """Its arguments are called otherwise: ``sampling_params``, ``turn``."""
+    said = [
+        "sampling_params.n: expected 1, got 2",
+        "max_tokens: a session needs a finite max_tokens, an integer >= 1, got None",
+        "turn: expected at most 5 characters (more never fit), got 6 in sampling_params.n",
+        "retention.total_tokens: expected less, got more",
+    ]
+    typed = [
+        "sampling.n: expected 1, got 2",
+        "sampling.max_tokens: a session needs a finite max_tokens, an integer >= 1, got None",
+        "text: expected at most 5 characters (more never fit), got 6 in sampling_params.n",
+        said[3],
+    ]
+    errors = (
+        PolicyUsageError(said),
+        SessionClosedError(said),
+        ChunkRefusedError("unsupported_parameters", "\n".join(said)),
+        SessionFailedError("grammar_failed", "\n".join(said)),
+    )
+    for error in errors:
+        answer = api_error(error)
+        assert answer is not None
+        assert list(answer.reasons) == typed
+        assert answer.message == "\n".join(typed)
+    nothing_of_ours = PolicyUsageError("\u00e4: turned over")
+    answer = api_error(nothing_of_ours)
+    assert answer is not None
+    assert answer.message == "\u00e4: turned over"
+
+
 TWO_KEYS = [("X-Session-ID", "a"), ("X-Session-ID", "b")]
 FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
 
@@ -102,13 +251,38 @@ FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
         ({"content": "hi"}, 400, "bad_content_type", "got 'none'"),
         ({"content": "hi", "headers": {"Content-Type": "text/html"}}, 400, "bad_content_type", "got 'text/html'"),
         ({"content": "{", "headers": JSON}, 400, "bad_json", "expected JSON"),
-        ({"json": {"text": ""}}, 422, "invalid_fields", "text: "),
-        ({"json": {"text": "hi", "frame_index": -1}}, 422, "invalid_fields", "frame_index: "),
-        ({"json": {"text": "hi", "frame_index": 2**53}}, 422, "invalid_fields", "frame_index: "),
-        ({"json": {"text": "hi", "frame_index": "0"}}, 422, "invalid_fields", "frame_index: "),
+        ({"json": {"text": ""}}, 422, "invalid_fields", "text: expected at least 1 character, got empty text"),
+        (
+            {"json": {"text": "hi", "frame_index": -1}},
+            422,
+            "invalid_fields",
+            "frame_index: expected at least 0, got -1",
+        ),
+        (
+            {"json": {"text": "hi", "frame_index": 2**53}},
+            422,
+            "invalid_fields",
+            "frame_index: expected at most 9007199254740991, got 9007199254740992",
+        ),
+        (
+            {"json": {"text": "hi", "frame_index": "0"}},
+            422,
+            "invalid_fields",
+            "frame_index: expected an integer, got text",
+        ),
         ({"json": {"text": "hi", "frame_index": 1}, "params": {"frame_index": 0}}, 400, "two_indices", "got 0 in"),
-        ({"json": {"text": "hi"}, "params": {"frame_index": "x"}}, 422, "invalid_fields", "query.frame_index"),
-        ({"json": {"text": "hi"}, "params": {"stream": "x"}}, 422, "invalid_fields", "query.stream"),
+        (
+            {"json": {"text": "hi"}, "params": {"frame_index": "x"}},
+            422,
+            "invalid_fields",
+            "query.frame_index: expected an integer, got text",
+        ),
+        (
+            {"json": {"text": "hi"}, "params": {"stream": "x"}},
+            422,
+            "invalid_fields",
+            "query.stream: expected true or false, got text",
+        ),
         ({"content": "no image", "headers": PNG}, 400, "bad_image", "expected a JPEG or PNG"),
         ({"content": image_bytes()[:40], "headers": PNG}, 400, "bad_image", "cannot be decoded"),
         ({"content": image_bytes(33, 33), "headers": PNG}, 413, "too_many_pixels", "got 33 x 33"),

@@ -311,6 +311,7 @@ def test_the_config_names_defaults_limits_and_the_engine() -> None:
             }
             assert body["limits"] == limits | {"max_inflight_bytes": 16_000}
             assert body["sampling"]["max_tokens"] == 24
+            assert body["sampling_fields"] == ["max_tokens", "temperature"]
             assert body["retention"]["content_segments"] == 30
             page = await server.http.get("/v1/streaming/console")
             assert page.headers["content-type"].startswith("text/html")

@@ -7,13 +7,13 @@ import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import field, frozen
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from kvpolicy.adapters.http.errors import ApiError, bad_request, too_large
+from kvpolicy.adapters.http.errors import ApiError, bad_request, invalid_fields, too_large
 from kvpolicy.adapters.http.images import image_format
 from kvpolicy.adapters.http.schemas import FrameTurn, OpenRequest, SamplingOptions
 
@@ -67,8 +67,7 @@ async def read_open_request(request: Request, max_bytes: int) -> OpenRequest:
     """Return what a session shall be; an empty body asks for the defaults.
 
     Raises:
-        ApiError: 400 or 413.
-        pydantic.ValidationError: 422.
+        ApiError: 400, 413 or 422.
     """
     body = await read_body(request, max_bytes)
     if not body:
@@ -82,8 +81,7 @@ async def read_frame(request: Request, max_bytes: int, *, index: int | None, str
     """Return the chunk in a request; ``index`` and ``stream`` are what its query says.
 
     Raises:
-        ApiError: 400 or 413.
-        pydantic.ValidationError: 422.
+        ApiError: 400, 413 or 422.
     """
     kind = _media_type(request)
     body = await read_body(request, max_bytes)
@@ -195,7 +193,10 @@ def _parse(model: type[_Model], body: bytes) -> _Model:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request("bad_json", f"body: expected JSON: {error}") from error
-    return model.model_validate(value)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise invalid_fields(error.errors(include_url=False), tuple(model.model_fields)) from error
 
 
 def _utf8(name: str, data: bytes) -> str:

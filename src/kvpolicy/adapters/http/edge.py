@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from fastapi.dependencies.utils import get_flat_dependant
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from kvpolicy.adapters.http import log as events
-from kvpolicy.adapters.http.errors import ApiError, api_error, bad_request, internal_error
+from kvpolicy.adapters.http.errors import ApiError, api_error, bad_request, internal_error, invalid_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -32,6 +34,7 @@ class SessionRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler inside what is common to all."""
         handle = super().get_route_handler()
+        known = self._query_names()
 
         async def handle_at_the_edge(request: Request) -> Response:
             echoed: dict[str, str] = {}
@@ -40,12 +43,19 @@ class SessionRoute(APIRoute):
                 response = await handle(request)
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_CLOSED)
+            except RequestValidationError as error:
+                return invalid_fields(error.errors(), known).response(echoed)
             except Exception as error:  # noqa: BLE001 - the last place where an error can get the one shape
                 return _answer_to(error).response(echoed)
             response.headers.update(echoed)
             return response
 
         return handle_at_the_edge
+
+    def _query_names(self) -> tuple[str, ...]:
+        """Return what may be in the query: the fields of the route's model of it."""
+        models: list[Any] = [each.field_info.annotation for each in get_flat_dependant(self.dependant).query_params]
+        return tuple(name for model in models for name in model.model_fields)
 
 
 def _answer_to(error: Exception) -> ApiError:

@@ -7,7 +7,7 @@ status    when
 404       no such session (malformed ids look the same), or it ended longer ago than ``tombstone_s``
 409       a chunk is pending, the frame index is not the next one, or the session has ended
 413       the body, the image or the chunk is too large
-422       the JSON or a query parameter has the wrong type
+422       a field of the JSON or of the query has the wrong type, or is unknown
 500       a fault of ours
 503       no room, too many bytes on their way, a deadline passed, the engine is dead, or the server starts or stops
 ========  =========================================================================================================
@@ -18,10 +18,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
+from kvpolicy.adapters.http.wording import as_typed, field_reason
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -135,31 +134,31 @@ def internal_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal", message, kind="InvariantError")
 
 
+def invalid_fields(errors: Iterable[Mapping[str, Any]], known: Sequence[str]) -> ApiError:
+    """Return the 422, with a sentence for each of pydantic's errors; ``known`` are the names that could have come."""
+    reasons = [field_reason(error, known) for error in errors]
+    return ApiError(422, "invalid_fields", "\n".join(reasons), kind="PolicyUsageError", reasons=reasons)
+
+
 def api_error(error: Exception) -> ApiError | None:  # noqa: PLR0911 - one line for each kind
-    """Return the answer that an error of the core, of pydantic or of FastAPI becomes; None for any other."""
+    """Return the answer that an error of the core becomes, in the words of a request; None for any other."""
     match error:
         case ApiError():
             return error
         case SessionClosedError():
-            return ApiError(409, "session_ended", str(error), kind="SessionClosedError", reasons=error.reasons)
+            return _from_core(409, "session_ended", error.reasons, kind="SessionClosedError")
         case PolicyUsageError():
-            return bad_request("invalid", error.reasons)
+            return _from_core(400, "invalid", error.reasons, kind="PolicyUsageError")
         case ChunkRefusedError():
             status = 413 if error.code == "chunk_too_long" else 400
-            reasons = error.message.splitlines()
-            return ApiError(status, error.code, error.message, kind="ChunkRefusedError", reasons=reasons)
+            return _from_core(status, error.code, error.message.splitlines(), kind="ChunkRefusedError")
         case CapacityError():
             return unavailable("no_room", str(error))
         case SessionFailedError():
-            return ApiError(409, error.code, error.message, kind="SessionFailedError")
-        case RequestValidationError():
-            return _invalid_fields(error.errors())
-        case ValidationError():
-            return _invalid_fields(error.errors(include_url=False, include_input=False))
+            return _from_core(409, error.code, error.message.splitlines(), kind="SessionFailedError")
     return None
 
 
-def _invalid_fields(errors: Sequence[Any]) -> ApiError:
-    """Return the 422, with a sentence for each field. Values are not repeated: they may be a user's text."""
-    reasons = [f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}" for error in errors]
-    return ApiError(422, "invalid_fields", "\n".join(reasons), kind="PolicyUsageError", reasons=reasons)
+def _from_core(status: int, code: str, reasons: Iterable[str], *, kind: str) -> ApiError:
+    typed = [as_typed(reason) for reason in reasons]
+    return ApiError(status, code, "\n".join(typed), kind=kind, reasons=typed)

@@ -186,6 +186,7 @@ class SessionFrontend:
                 "tombstone_s": settings.tombstone_s,
             },
             sampling=settings.sampling(),
+            sampling_fields=list(facts.sampling_fields),
             retention=RetentionBudget().to_mapping(),
         )
 

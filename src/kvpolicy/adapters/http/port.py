@@ -24,7 +24,8 @@ class ImageTurn:
 class EngineFacts:
     """What an engine offers: limits in tokens and blocks, and whether its model takes images.
 
-    ``model_names`` are all that its model is served under; answers have the first, ``model``.
+    ``model_names`` are all that its model is served under; answers have the first, ``model``. ``sampling_fields`` are
+    the names of the sampling parameters that a request may bring (a session may still refuse some of their values).
     ``num_pool_blocks`` is what all requests share, over all data-parallel engines.
     """
 
@@ -35,6 +36,7 @@ class EngineFacts:
     num_pool_blocks: int
     max_sessions: int
     takes_images: bool
+    sampling_fields: tuple[str, ...]
 
     @property
     def model(self) -> str:

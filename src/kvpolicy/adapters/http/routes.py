@@ -16,11 +16,12 @@ from kvpolicy.adapters.http.schemas import (
     CloseReply,
     ConfigReply,
     ErrorBody,
-    FrameIndex,
     FrameReply,
     FrameTurn,
+    NoQuery,
     OpenReply,
     OpenRequest,
+    PushQuery,
     StatusReply,
 )
 from kvpolicy.adapters.http.surroundings import NOTHING_PUSHED, READING_A_FRAME
@@ -50,6 +51,13 @@ def _routing_key(
     return key
 
 
+def _no_query(query: Annotated[NoQuery, Query()]) -> NoQuery:
+    """Refuse whatever is in the query."""
+    return query
+
+
+_TAKES_NO_QUERY = (Depends(_no_query),)
+
 # For the schema only: the server in front of the routes checks the key, if it was given one.
 _KEY = HTTPBearer(
     scheme_name="api_key", description="What the server was started with as `--api-key`.", auto_error=False
@@ -73,6 +81,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         response_model=OpenReply,
         responses=_errors(400, 413, 422, 500, 503),
         openapi_extra=_OR_NO_KEY | _body({"application/json": _schema(OpenRequest)}, required=False),
+        dependencies=_TAKES_NO_QUERY,
         summary="Open a session",
     )
     async def open_session(request: Request) -> OpenReply:
@@ -96,8 +105,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
     async def push(
         request: Request,
         session_id: SessionId,
-        frame_index: Annotated[FrameIndex | None, Query()] = None,
-        stream: Annotated[bool, Query(description="Answer with server-sent events.")] = False,  # noqa: FBT002
+        query: Annotated[PushQuery, Query()],
     ) -> FrameReply | Response:
         """Push one chunk, wait for its reply, and return it with its figures. One chunk is in flight per session.
 
@@ -117,11 +125,11 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         frontend.require_running()
         session = frontend.registry.find(session_id)
         deadline_s = asyncio.get_running_loop().time() + settings.enqueue_deadline_s
-        if frame_index is None and not may_name_an_index(request):
+        if query.frame_index is None and not may_name_an_index(request):
             session.require_nothing_pending()
         with frontend.bodies.taken_by(request):
             async with frontend.enqueue_deadline(READING_A_FRAME, NOTHING_PUSHED):
-                frame = await read_frame(request, settings.max_body_bytes, index=frame_index, stream=stream)
+                frame = await read_frame(request, settings.max_body_bytes, index=query.frame_index, stream=query.stream)
             if frame.image is not None:
                 frontend.require_images()
             frontend.require_running()  # the body may have come across the end
@@ -146,6 +154,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         response_model=StatusReply,
         responses=_errors(400, 404, 422, 500, 503),
         openapi_extra=_OR_NO_KEY,
+        dependencies=_TAKES_NO_QUERY,
         summary="See what a session holds",
     )
     async def session_status(session_id: SessionId) -> StatusReply:
@@ -161,6 +170,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         response_model=CloseReply,
         responses=_errors(400, 404, 422, 500, 503),
         openapi_extra=_OR_NO_KEY,
+        dependencies=_TAKES_NO_QUERY,
         summary="Close a session",
     )
     async def close_session(session_id: SessionId) -> CloseReply:
@@ -173,6 +183,7 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         response_model=ConfigReply,
         responses=_errors(400, 422, 500, 503),
         openapi_extra=_OR_NO_KEY,
+        dependencies=_TAKES_NO_QUERY,
         summary="Defaults and limits",
     )
     async def config() -> ConfigReply:
@@ -188,7 +199,7 @@ _TITLES = {
     404: "No such session.",
     409: "A chunk is pending, the index is not the next one, or the session has ended.",
     413: "The body, the image or the chunk is too large.",
-    422: "A field has the wrong type.",
+    422: "A field has the wrong type, or is unknown.",
     500: "A fault of the server.",
     503: "No room, a deadline passed, or the engine is not there.",
 }

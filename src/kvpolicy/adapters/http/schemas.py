@@ -101,6 +101,21 @@ class OpenRequest(_Body):
     )
 
 
+class NoQuery(BaseModel):
+    """The query of a route that takes none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PushQuery(BaseModel):
+    """The query of a push."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    frame_index: FrameIndex | None = None
+    stream: bool = Field(default=False, description="Answer with server-sent events.")
+
+
 class OpenReply(BaseModel):
     """An open session. Whoever knows the id can use it: keep it like a password."""
 
@@ -187,6 +202,7 @@ class ConfigReply(BaseModel):
     engine: dict[str, int] = Field(description="Context limit, trained range, block size and blocks of the engine.")
     limits: dict[str, float | int] = Field(description="Sessions, bytes, pixels, deadlines and timeouts.")
     sampling: dict[str, Any] = Field(description="Sampling parameters of sessions that name none.")
+    sampling_fields: list[str] = Field(description="Names of all sampling parameters that a request may bring.")
     retention: dict[str, Any] = Field(description="Budgets of sessions that name none.")
 
 

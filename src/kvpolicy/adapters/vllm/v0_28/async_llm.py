@@ -234,12 +234,15 @@ class AsyncLLM(StockAsyncLLM):
             own = deepcopy(chunk.sampling_params or params)
             own.output_kind = params.output_kind
             ready = StreamingInput(prompt=chunk.prompt, sampling_params=own)
-            return await self._refusal(ready) or ready
+            return await self._refusal(ready, params) or ready
         except Exception as error:  # noqa: BLE001 - whatever a caller puts into a chunk is that chunk's trouble alone
             return Refuse("unusable_chunk", f"chunk: the engine refuses it: {type(error).__name__}: {error}")
 
-    async def _refusal(self, chunk: StreamingInput) -> Refuse | None:
-        """Return why the engine would not take a chunk in, or None; whatever else is wrong with it is raised."""
+    async def _refusal(self, chunk: StreamingInput, params: SamplingParams) -> Refuse | None:
+        """Return why the engine would not take a chunk in, or None; whatever else is wrong with it is raised.
+
+        ``params`` are the stream's: they have its budget.
+        """
         try:
             self.checked_session_params(chunk.sampling_params)
         except PolicyUsageError as error:
@@ -249,10 +252,12 @@ class AsyncLLM(StockAsyncLLM):
         if tokens is not None and len(tokens) == 0:
             return Refuse("empty_chunk", "chunk: expected at least one token, got none")
         if tokens is not None and len(tokens) >= limit:
-            message = (
-                f"chunk: expected fewer than {limit} tokens (the context limit), got {len(tokens)}; send it in parts"
-            )
-            return Refuse("chunk_too_long", message)
+            retention = retention_of(params)
+            total = None if retention is None else RetentionBudget.from_mapping(retention).total_tokens
+            least = f"{limit} tokens (the context limit)"
+            if total is not None and total <= limit:
+                least = f"{total} tokens (retention.total_tokens, which holds the reply as well)"
+            return Refuse("chunk_too_long", f"chunk: expected fewer than {least}, got {len(tokens)}; send it in parts")
         request = self.input_processor.process_inputs(
             request_id="check",
             prompt=chunk.prompt,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -60,6 +63,7 @@ def diagnose(arguments: Sequence[str]) -> Diagnosis:
     found = _Findings()
     found.both(*reasons)
     _look_at_engine(found)
+    _look_at_compiler(found)
     config = _look_at_configuration(found, args, options)
     _look_at_layout(found, config)
     found.both(*process_errors(args))
@@ -99,6 +103,24 @@ def _look_at_engine(found: _Findings) -> None:
     ]
 
 
+def _look_at_compiler(found: _Findings) -> None:
+    """Note whether random samples can be taken: on a CPU vLLM compiles the code for it, in eager mode, too."""
+    if not current_platform.is_cpu():
+        return
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        found.facts.append(Fact("C++ compiler", "not needed: TORCH_COMPILE_DISABLE=1"))
+        return
+    # The one that torch looks for.
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    path = shutil.which(name)
+    found.facts.append(Fact("C++ compiler", path or f"{name}: not found", path is not None))
+    if path is None:
+        found.both(
+            f"C++ compiler: expected {name} (CXX names another), found none; without it the engine dies of the first "
+            "reply with a temperature above 0; install one, or set TORCH_COMPILE_DISABLE=1, which makes it unneeded"
+        )
+
+
 def _look_at_configuration(found: _Findings, args: Namespace, options: ServeOptions) -> VllmConfig | None:
     """Note what an engine configuration says; return it, or None where there is none."""
     found.policies += policy_errors(options.kv_cache_policy)
@@ -126,7 +148,7 @@ def _configuration_facts(config: VllmConfig) -> Iterator[Fact]:
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     yield Fact(
         "model",
-        f"{model.model}: {', '.join(model.architectures)}; {model.get_num_layers(config.parallel_config)} layers, "
+        f"{model.model}: {', '.join(model.architectures)}; {model.get_total_num_hidden_layers()} layers, "
         f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}, "
         f"{str(model.dtype).removeprefix('torch.')}",
     )

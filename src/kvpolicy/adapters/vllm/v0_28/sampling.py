@@ -24,6 +24,8 @@ _TYPES = {
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in _NOT_THE_CALLERS and not field.name.startswith("_")
 }
+SAMPLING_FIELDS = tuple(sorted(_TYPES))
+"""Names of the fields that a request may bring."""
 # Numbers travel to the engine, and into its tensors, as 64-bit integers.
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
@@ -42,7 +44,8 @@ def sampling_params_from(mapping: Mapping[str, Any], *, defaults: Mapping[str, A
     values = dict(defaults)
     for name, value in mapping.items():
         if name not in _TYPES:
-            reasons.append(f"sampling.{name}: unknown field; known fields: {', '.join(sorted(_TYPES))}")
+            # They are too many for a message.
+            reasons.append(f"sampling.{name}: unknown field; sampling_fields of GET /v1/streaming/config has the known")
             continue
         try:
             # JSON has text for keys only.

@@ -32,6 +32,7 @@ from kvpolicy.core.states import SessionState
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
 
 
@@ -402,6 +403,20 @@ class SessionScheduler(CompactionScheduler):
                 if self._can_park(record):
                     self._guarded(record.request, partial(self._park, record))
         return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+
+    # -- what operators and load balancers see ----------------------------------------------------------------------
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Return the figures of vLLM's gauges. An idle session waits for its client, not for the engine: no load."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            stats.num_skipped_waiting_reqs -= self.num_waiting_for_streaming_input
+        return stats
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait for the engine: what load balancers are told."""
+        num_running, num_waiting = super().get_request_counts()
+        return num_running, num_waiting - self.num_waiting_for_streaming_input
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> tuple[Any, Any]:  # noqa: FBT001, FBT002 - stock signature
         freed: tuple[Any, Any] = super()._free_request(request, delay_free_blocks)

@@ -6,6 +6,7 @@ taken here. Nothing of ours is in the way of a server that asks for nothing of o
 
 from __future__ import annotations
 
+import logging
 import signal
 from argparse import Namespace
 from dataclasses import fields
@@ -24,6 +25,8 @@ from vllm.entrypoints.serve.utils.server_utils import get_uvicorn_log_config
 from vllm.exceptions import VLLMClientError
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, as_typed, take_options
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
@@ -183,6 +186,7 @@ class _Server:
 
         def told_to_stop() -> None:
             self.was_told_to_stop = True
+            expect_the_end()
             stop_sessions()
 
         engine.call_before_shutdown(told_to_stop)
@@ -229,6 +233,19 @@ class _Server:
         frontend, self.frontend = self.frontend, None
         if frontend is not None:
             await frontend.stop()
+
+
+def expect_the_end() -> None:
+    """Let vLLM's front end not write the end of its engine, from now on, as an error with a traceback.
+
+    For a program that has told its engine to stop, and ends after it. vLLM closes its queue before it cancels the task
+    that reads from it; where the task wakes in between, it takes that for the engine's death.
+    """
+    logging.getLogger(StockAsyncLLM.__module__).addFilter(_is_no_end)
+
+
+def _is_no_end(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], EngineDeadError))
 
 
 def _give_up(number: int, _frame: object) -> None:

@@ -15,7 +15,7 @@ from kvpolicy.adapters.vllm.v0_28.async_llm import DEFAULT_REPLY_TOKENS
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.position_limit import position_limit
-from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
+from kvpolicy.adapters.vllm.v0_28.sampling import SAMPLING_FIELDS, sampling_params_from
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors, most_blocks
 from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
@@ -104,6 +104,7 @@ class SessionEngine:
             num_pool_blocks=num_pool_blocks,
             max_sessions=options.max_sessions or int(config.scheduler_config.max_num_seqs) - 1,
             takes_images=False,
+            sampling_fields=SAMPLING_FIELDS,
         )
 
     def facts(self) -> EngineFacts:
@@ -172,7 +173,7 @@ class SessionEngine:
         except ChunkRefusedError:
             reasons.append(
                 f"system_prompt: expected fewer than {encoder.max_chars} characters (more never fit into "
-                f"budget.total_tokens {total}), got {len(system_prompt or '')}"
+                f"retention.total_tokens {total}), got {len(system_prompt or '')}"
             )
         reasons += admission_errors(budget, self._limits, first_chunk_tokens=first_chunk, max_tokens=max_tokens)
         reject(reasons)

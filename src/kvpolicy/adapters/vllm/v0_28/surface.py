@@ -49,6 +49,8 @@ SURFACE: tuple[PrivateName, ...] = (
         finish_requests="self request_ids finished_status",
         reset_prefix_cache="self reset_running_requests reset_connector",
         has_finished_requests="self",
+        make_stats="self spec_decoding_stats kv_connector_stats cudagraph_stats perf_stats",
+        get_request_counts="self",
         _update_after_schedule="self scheduler_output",
         _update_request_with_output="self request new_token_ids is_stale",
         _handle_stopped_request="self request",
@@ -125,6 +127,7 @@ SURFACE: tuple[PrivateName, ...] = (
         "PrefillStats",
         set="self num_prompt_tokens num_local_cached_tokens num_external_cached_tokens",
     ),
+    *_attributes("vllm.v1.metrics.stats", "SchedulerStats", "num_waiting_reqs num_skipped_waiting_reqs"),
     # Worker and runner.
     *_methods(
         "vllm.v1.worker.gpu_model_runner",
