@@ -13,8 +13,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy.core import errors, events
-from kvpolicy.core.compaction import expand
 from kvpolicy.core.budget import RetentionBudget
+from kvpolicy.core.compaction import expand
 from kvpolicy.core.policies import RandKV, SinkWindow
 from kvpolicy.core.replies import Reply, SessionStats
 from kvpolicy.core.states import SessionState
