@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
     from pathlib import Path
 
-# The stock classes hang in some of these. Ours answer in milliseconds, and have as long as a slow machine may need.
+# Where the stock classes are expected to hang, they need not do so for long. Everything else, ours and theirs, has as
+# long as a slow machine may need: what is late there is no other fault than the one that is expected.
 STOCK_PATIENCE_S = 3.0
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
 
@@ -149,7 +150,7 @@ class Heard:
 
 
 def patience_s(engine: Any) -> float:
-    """Return how long an engine has before it is said to hang."""
+    """Return how long an engine has before it is said to hang, where the stock one is expected to."""
     return PATIENCE_S if isinstance(engine, AsyncLLM) else STOCK_PATIENCE_S
 
 
@@ -160,7 +161,7 @@ def hear(
     params: SamplingParams,
     name: str,
     *,
-    limit_s: float | None = None,
+    limit_s: float = PATIENCE_S,
     **more: Any,
 ) -> Heard:
     """Read a whole stream; one that hangs is a failure."""
@@ -168,7 +169,7 @@ def hear(
     async def read() -> Heard:
         outputs = engine.generate(stream, params, name)
         try:
-            return await asyncio.wait_for(Heard().listen(outputs, **more), limit_s or patience_s(engine))
+            return await asyncio.wait_for(Heard().listen(outputs, **more), limit_s)
         finally:
             await outputs.aclose()
 
@@ -202,7 +203,7 @@ def test_what_the_stream_raises_reaches_the_consumer_as_itself(
 ) -> None:
     chunks = [chunk(tokens) for tokens in random_chunks(1, num_chunks, 10, 20)]
     with pytest.raises(KeyError, match="mine"):
-        hear(runner, engine, stream_of(*chunks, KeyError("mine")), delta(), f"raises-{num_chunks}", limit_s=PATIENCE_S)
+        hear(runner, engine, stream_of(*chunks, KeyError("mine")), delta(), f"raises-{num_chunks}")
 
 
 async def cancelled_producer(num_chunks: int) -> AsyncGenerator[StreamingInput, None]:
@@ -220,8 +221,9 @@ async def cancelled_producer(num_chunks: int) -> AsyncGenerator[StreamingInput, 
 )
 @pytest.mark.parametrize("num_chunks", [0, 2])
 def test_a_producer_that_is_cancelled_ends_the_session(engine: Any, runner: asyncio.Runner, num_chunks: int) -> None:
+    limit_s = patience_s(engine)
     with pytest.raises(SessionFailedError, match="input_cancelled"):
-        hear(runner, engine, cancelled_producer(num_chunks), delta(), f"cancelled-{num_chunks}")
+        hear(runner, engine, cancelled_producer(num_chunks), delta(), f"cancelled-{num_chunks}", limit_s=limit_s)
 
 
 @only_ours_passes(
@@ -523,7 +525,7 @@ def test_an_aborted_session_does_not_come_back(engine: Any, runner: asyncio.Runn
         (request_id,) = engine.output_processor.request_states
         late = await late_chunk(engine, request_id)
         await engine.abort("late")
-        await asyncio.wait_for(asyncio.gather(listening, return_exceptions=True), patience_s(engine))
+        await asyncio.wait_for(asyncio.gather(listening, return_exceptions=True), PATIENCE_S)
         await engine.engine_core.add_request_async(late)
         await asyncio.sleep(0.1)
         await ordinary(engine, [5, 6])
@@ -601,7 +603,7 @@ def test_the_input_ends_before_the_abort(
 
     async def use() -> None:
         try:
-            async with asyncio.timeout(patience_s(engine)):
+            async with asyncio.timeout(PATIENCE_S):
                 await end_after_a_reply(engine, told.stream(goes_on=goes_on), how)
                 while not {"abort", "input ended"} <= set(told.order):
                     gc.collect()
