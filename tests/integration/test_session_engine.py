@@ -298,12 +298,15 @@ def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyP
 def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM, runner: asyncio.Runner) -> None:
     from fastapi import FastAPI
 
-    async def use(engine: object, *, is_ours: bool = False, num_servers: int = 1) -> list[str]:
+    async def use(
+        engine: object, *, is_ours: bool = False, num_servers: int = 1, has_tokenizer: bool = True
+    ) -> list[str]:
         args = SimpleNamespace(
             api_server_count=num_servers,
             headless=False,
             grpc=False,
             data_parallel_multi_port_external_lb=False,
+            skip_tokenizer_init=not has_tokenizer,
             served_model_name=None,
         )
         app, plugin = FastAPI(), endpoint_plugin()
@@ -322,3 +325,5 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
         runner.run(use(object()))
     with pytest.raises(PolicyUsageError, match="--api-server-count 2: must be 1"):
         runner.run(use(started, num_servers=2))
+    with pytest.raises(PolicyUsageError, match="--skip-tokenizer-init: not supported"):
+        runner.run(use(started, has_tokenizer=False))

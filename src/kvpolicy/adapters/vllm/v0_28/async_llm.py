@@ -30,7 +30,7 @@ from kvpolicy.adapters.vllm.v0_28.streams import InputStream
 from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, rehearse
 from kvpolicy.core.budget import RetentionBudget
-from kvpolicy.core.checks import reject
+from kvpolicy.core.checks import reject, text_errors
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 from kvpolicy.core.fold import Refuse
 
@@ -179,11 +179,12 @@ class AsyncLLM(StockAsyncLLM):
         """Return what makes tokens of a session's turns; one that has more than ``most_tokens`` need not be encoded.
 
         Raises:
-            PolicyUsageError: a chat template is wanted and the model has none.
+            PolicyUsageError: every reason why there is none: a chat template is wanted and the model has none, say.
         """
         limit = self.model_config.max_model_len
-        max_chars = min(limit, most_tokens or limit) * self.renderer.tokenizer.max_chars_per_token
-        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=max_chars)
+        tokenizer = self.renderer.tokenizer
+        most_chars = None if tokenizer is None else min(limit, most_tokens or limit) * tokenizer.max_chars_per_token
+        return TurnEncoder(self._turn_tokenizer, system_prompt, use_chat_template, max_chars=most_chars)
 
     @cached_property
     def _turn_tokenizer(self) -> Any:
@@ -238,6 +239,9 @@ class AsyncLLM(StockAsyncLLM):
                 f"chunk: expected fewer than {limit} tokens (the context limit), got {len(tokens)}; send it in parts"
             )
             return Refuse("chunk_too_long", message)
+        text = chunk.prompt.get("prompt") if isinstance(chunk.prompt, Mapping) else chunk.prompt
+        if isinstance(text, str) and (errors := text_errors("chunk", text)):
+            return Refuse("unusable_chunk", errors[0])
         request = self.input_processor.process_inputs(
             request_id="check",
             prompt=chunk.prompt,

@@ -30,6 +30,12 @@ def process_errors(args: Namespace) -> Iterator[str]:
         yield "VLLM_USE_RUST_FRONTEND: not supported; unset it"
 
 
+def session_errors(args: Namespace) -> Iterator[str]:
+    """Yield why a server with these flags can have no sessions, beyond what its processes and its engine refuse."""
+    if args.skip_tokenizer_init:
+        yield "--skip-tokenizer-init: not supported with sessions over HTTP (their chunks and replies are text)"
+
+
 def model_errors(config: VllmConfig) -> Iterator[str]:
     """Yield why a model cannot be served with what is ours, beyond what the engine's own guards say."""
     model = config.model_config

@@ -8,10 +8,12 @@ from typing import Any
 
 from attrs import define, field
 
+from kvpolicy.core.checks import reject, text_errors
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
 
 # Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
 _LONG_TURN = 4_000
+_NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init)"
 
 
 @define
@@ -21,7 +23,7 @@ class TurnEncoder:
     With a chat template, the first turn is system prompt + user turn + the opening of a reply, and each later turn is
     the closing of the reply before it + user turn + opening. (The token that ended a reply was never computed, so the
     closing belongs to the next chunk.) Without one, the text is used as it is. A text of more than ``max_chars``
-    characters is not even looked at.
+    characters is not even looked at. An engine without a tokenizer (None) takes no text.
     """
 
     tokenizer: Any
@@ -34,9 +36,13 @@ class TurnEncoder:
 
     def __attrs_post_init__(self) -> None:
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        reasons = list(text_errors("system_prompt", self.system_prompt)) if self.system_prompt is not None else []
+        if self.system_prompt and self.tokenizer is None:
+            reasons.append(f"system_prompt: {_NO_TOKENIZER}; put its tokens into the first chunk")
         if self.use_template and not has_template:
-            reason = "use_chat_template: the model's tokenizer has no chat template; leave it out or pass False"
-            raise PolicyUsageError(reason)
+            whose = _NO_TOKENIZER if self.tokenizer is None else "the model's tokenizer has no chat template"
+            reasons.append(f"use_chat_template: {whose}; leave it out or pass False")
+        reject(reasons)
         if self.use_template is None:
             self.use_template = has_template
 
@@ -57,13 +63,16 @@ class TurnEncoder:
 
         Raises:
             ChunkRefusedError: it is longer than any text that fits.
-            PolicyUsageError: the turn has no tokens.
+            PolicyUsageError: the turn has no tokens, is no text that UTF-8 can encode, or the engine has no tokenizer.
         """
+        if self.tokenizer is None:
+            raise PolicyUsageError(f"turn: {_NO_TOKENIZER}; expected token ids, got text")
         is_first = self._num_turns == 0
         num_chars = self._num_chars(text)
         if self.max_chars is not None and num_chars > self.max_chars:
             message = f"turn: expected at most {self.max_chars} characters (more never fit), got {num_chars}"
             raise ChunkRefusedError("chunk_too_long", message)
+        reject(text_errors("turn", text))
         rendered = self._with_template(text, is_first=is_first) if self.use_template else self._plain(text, is_first)
         # A template writes its own special tokens; plain text gets those that the tokenizer puts at a beginning.
         tokens = self.tokenizer.encode(rendered, add_special_tokens=is_first and not self.use_template)
