@@ -29,6 +29,7 @@ from tests.integration.live import (
     standing_still,
 )
 from tests.integration.replay import random_chunks
+from tests.models import tiny_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -257,6 +258,63 @@ def test_a_text_of_any_length_costs_that_chunk_only(engine: AsyncLLM, run: Run[N
         with pytest.raises(ChunkRefusedError, match="characters"):
             async with engine.open_session(system_prompt="x" * 10_000_000, retention=WINDOW) as session:
                 await session.push("hello")
+
+    run(use())
+
+
+def test_a_reply_has_no_text_of_its_chunk(engine: AsyncLLM, run: Run[None]) -> None:
+    """A chunk that ends in U+FFFD, and one that is cut off inside a character; in pieces as well."""
+    tokenizer = tiny_tokenizer()
+    cut = tokenizer.encode("private line, cut here: caf\N{LATIN SMALL LETTER E WITH ACUTE}")[:-1]
+
+    async def use() -> None:
+        pieces: list[str] = []
+        always_x = exact(4, logit_bias={tokenizer.encode("x")[0]: 100.0})
+        async with engine.open_session(retention=WINDOW, sampling_params=always_x, use_chat_template=False) as session:
+            for turn in ["private line, cut here: caf\ufffd", cut] * 10:
+                reply = await session.push(turn, on_text=pieces.append)
+                assert reply.text == "xxxx"
+            assert session.stats().num_evicted_tokens > 0
+        assert "".join(pieces) == "xxxx" * 20
+
+    run(use())
+
+
+def test_half_of_a_surrogate_pair_is_a_callers_error(engine: AsyncLLM, run: Run[None]) -> None:
+    """In every text that a program can give: such a string has no encoding."""
+
+    async def use() -> None:
+        wrong: tuple[Any, ...] = ("You are \ud83d", 5)
+        for system_prompt in wrong:
+            with pytest.raises(PolicyUsageError, match="system_prompt: expected"):
+                engine.open_session(system_prompt=system_prompt)
+        for use_chat_template in (True, False):
+            async with engine.open_session(
+                retention=WINDOW, sampling_params=exact(4), use_chat_template=use_chat_template
+            ) as session:
+                for text in ("\ud83d", "x" * 50 + "\ude00", "x" * 5_000 + "\ud83d"):
+                    with pytest.raises(PolicyUsageError, match=r"turn: expected text that UTF-8 can encode"):
+                        await session.push(text)
+                    assert len((await session.push("hello")).token_ids) == 4
+                assert session.stats().num_chunks == 3
+
+    run(use())
+
+
+def test_half_of_a_surrogate_pair_costs_its_chunk_of_a_low_level_stream(engine: AsyncLLM, run: Run[None]) -> None:
+    async def use() -> None:
+        async def stream() -> AsyncGenerator[StreamingInput, None]:
+            for prompt in ("hello", "\ud83d", {"prompt": "\ud83d"}, "hello"):
+                yield StreamingInput(prompt=prompt)
+
+        params = exact(4, extra_args={"streaming_retention": WINDOW}, output_kind=RequestOutputKind.DELTA)
+        ends = [
+            (output.outputs[0].stop_reason, output.kv_transfer_params["kvpolicy"]["message"])
+            async for output in engine.generate(stream(), params, "text")
+            if output.outputs[0].finish_reason is not None
+        ]
+        assert [reason for reason, _ in ends] == [None, *["kvpolicy:unusable_chunk"] * 2, None]
+        assert all("UTF-8" in message for _, message in ends[1:3])
 
     run(use())
 
@@ -537,6 +595,32 @@ async def shut_down_under_a_push(engine: AsyncLLM) -> None:
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(waiting, PATIENCE_S)
     await asyncio.wait_for(session.close(), PATIENCE_S)
+
+
+def test_token_ids_need_no_tokenizer(runner: asyncio.Runner, tiny_model: Path) -> None:
+    """Without one there is no text, of chunks or of replies."""
+
+    async def use(engine: AsyncLLM) -> None:
+        with pytest.raises(PolicyUsageError, match="skip_tokenizer_init") as caught:
+            engine.open_session(system_prompt="You watch a log.", use_chat_template=True)
+        assert [reason.split(":")[0] for reason in caught.value.reasons] == ["system_prompt", "use_chat_template"]
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
+            for chunk in random_chunks(5, 20, 18, 24):
+                with pytest.raises(PolicyUsageError, match=r"turn: the engine has no tokenizer"):
+                    await session.push("hello")
+                reply = await session.push(chunk)
+                assert (len(reply.token_ids), reply.text) == (5, "")
+            assert session.stats().num_chunks == 20
+            assert session.stats().num_evicted_tokens > 0
+
+    async def start_and_use() -> None:
+        engine = AsyncLLM(**engine_options(tiny_model, skip_tokenizer_init=True))
+        try:
+            await use(engine)
+        finally:
+            engine.shutdown()
+
+    runner.run(start_and_use())
 
 
 def test_the_default_compilation_mode(runner: asyncio.Runner, tiny_model: Path) -> None:

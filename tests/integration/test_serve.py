@@ -504,6 +504,7 @@ def refused(*flags: str) -> str:
         "--data-parallel-size 2 --kv-cache-policy randkv",
         "--async-scheduling",
         "--max-sessions 9",
+        "--skip-tokenizer-init",
     ],
 )
 def test_each_guard_names_its_flag(tiny_model: Path, flags: str) -> None:
@@ -516,8 +517,14 @@ CONNECTOR = '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'
 # Flags that are refused at different stages, with what is said of each: R.28's own, and those that kvpolicy sets.
 TOGETHER = (
     (
-        "--async-scheduling --pipeline-parallel-size 2 --max-num-seqs 1 --api-server-count 3",
-        ("--async-scheduling:", "--pipeline-parallel-size 2:", "--max-num-seqs 1:", "--api-server-count 3:"),
+        "--async-scheduling --pipeline-parallel-size 2 --max-num-seqs 1 --api-server-count 3 --skip-tokenizer-init",
+        (
+            "--skip-tokenizer-init:",
+            "--async-scheduling:",
+            "--pipeline-parallel-size 2:",
+            "--max-num-seqs 1:",
+            "--api-server-count 3:",
+        ),
     ),
     (
         "--scheduler-cls x --prefix-match-unit 8 --block-size 16 --kv-cache-policy nonsense --kv-transfer-config "

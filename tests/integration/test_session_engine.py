@@ -381,13 +381,19 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
     from fastapi import FastAPI
 
     async def use(
-        engine: object, *, is_ours: bool = False, num_servers: int = 1, tokens_only: bool = False
+        engine: object,
+        *,
+        is_ours: bool = False,
+        num_servers: int = 1,
+        tokens_only: bool = False,
+        has_tokenizer: bool = True,
     ) -> list[str]:
         args = SimpleNamespace(
             api_server_count=num_servers,
             headless=False,
             grpc=False,
             data_parallel_multi_port_external_lb=False,
+            skip_tokenizer_init=not has_tokenizer,
             served_model_name=None,
             **CHAT_FLAGS | {"tokens_only": tokens_only},
         )
@@ -409,3 +415,5 @@ def test_the_plugin_serves_our_engine_and_refuses_a_stock_one(started: AsyncLLM,
         runner.run(use(started, num_servers=2))
     with pytest.raises(PolicyUsageError, match="--tokens-only: not supported"):
         runner.run(use(started, tokens_only=True))
+    with pytest.raises(PolicyUsageError, match="--skip-tokenizer-init: not supported"):
+        runner.run(use(started, has_tokenizer=False))

@@ -52,6 +52,24 @@ def instance_errors(name: str, value: object, kind: type) -> tuple[str, ...]:
     return (f"{name}: expected {kind.__name__}, got {value!r}",)
 
 
+def text_errors(name: str, value: object) -> tuple[str, ...]:
+    r"""Return the complaint about an argument that must be text which UTF-8 can encode; empty if it is.
+
+    Python's strings can hold half of a surrogate pair, which no encoding has and no tokenizer takes.
+
+    >>> text_errors("turn", "hello \ud83d")
+    ("turn: expected text that UTF-8 can encode, got '\\ud83d' at character 6",)
+    """
+    if not isinstance(value, str):
+        return (f"{name}: expected a string, got {value!r}",)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = value[error.start]
+        return (f"{name}: expected text that UTF-8 can encode, got {half!r} at character {error.start}",)
+    return ()
+
+
 def media_errors(name: str, media: object) -> tuple[str, ...]:
     """Return the complaint about an argument that must be a tuple of media identifiers; empty if it is."""
     if isinstance(media, tuple) and all(isinstance(item, str) for item in media):

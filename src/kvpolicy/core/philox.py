@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from kvpolicy.core.checks import is_at_least, reject
-from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.core.checks import is_at_least, reject, text_errors
 
 WORD_LIMIT = 1 << 32
 """Words lie below this."""
@@ -55,14 +54,8 @@ def key_of(seed: int, request_key: str) -> Key:
     Raises:
         PolicyUsageError: the seed is no integer of 64 bits, or the request key no text that UTF-8 can encode.
     """
-    reject(seed_errors(seed))
-    if not isinstance(request_key, str):
-        raise PolicyUsageError(f"request_key: expected a string, got {request_key!r}")
-    try:
-        text = request_key.encode()
-    except UnicodeEncodeError:
-        raise PolicyUsageError(f"request_key: expected text that UTF-8 can encode, got {request_key!r}") from None
-    digest = blake2b(seed.to_bytes(8, "little") + text, digest_size=8).digest()
+    reject([*seed_errors(seed), *text_errors("request_key", request_key)])
+    digest = blake2b(seed.to_bytes(8, "little") + request_key.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 

@@ -29,10 +29,10 @@ from kvpolicy.adapters.vllm.v0_28.routing import counted_once, rank_of
 from kvpolicy.adapters.vllm.v0_28.session import Session
 from kvpolicy.adapters.vllm.v0_28.sessions import retention_of
 from kvpolicy.adapters.vllm.v0_28.streams import InputStream
-from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+from kvpolicy.adapters.vllm.v0_28.turns import NO_TOKENIZER, TurnEncoder, system_prompt_errors
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, RETENTION_KEY, rehearse
 from kvpolicy.core.budget import RetentionBudget
-from kvpolicy.core.checks import reject
+from kvpolicy.core.checks import reject, text_errors
 from kvpolicy.core.errors import PolicyUsageError, SessionClosedError
 from kvpolicy.core.fold import Refuse
 
@@ -187,17 +187,20 @@ class AsyncLLM(StockAsyncLLM):
         """Return what makes tokens of a session's turns; one that has more than ``most_tokens`` need not be encoded.
 
         Raises:
-            PolicyUsageError: a chat template is wanted and the model has none, it cannot be cut into turns, or it
-                raises for this system prompt.
+            PolicyUsageError: every reason why there is none: a chat template is wanted and the model has none, say; or
+                the template cannot be cut into turns, or raises for this system prompt.
         """
         limit = self.model_config.max_model_len
-        max_chars = min(limit, most_tokens or limit) * self.renderer.tokenizer.max_chars_per_token
+        tokenizer = self.renderer.tokenizer
+        max_chars = None if tokenizer is None else min(limit, most_tokens or limit) * tokenizer.max_chars_per_token
+        reasons = [*system_prompt_errors(system_prompt, tokenizer)]
         render = None
-        if use_chat_template is not False:
+        if use_chat_template is not False and tokenizer is not None:
             render = (chat_format or ChatFormat()).renderer(self.renderer)
         if use_chat_template and render is None:
-            reason = "use_chat_template: the model's tokenizer has no chat template; leave it out or pass False"
-            raise PolicyUsageError(reason)
+            whose = NO_TOKENIZER if tokenizer is None else "the model's tokenizer has no chat template"
+            reasons.append(f"use_chat_template: {whose}; leave it out or pass False")
+        reject(reasons)
         return TurnEncoder(self._turn_tokenizer, render, system_prompt, max_chars=max_chars)
 
     @cached_property
@@ -258,6 +261,9 @@ class AsyncLLM(StockAsyncLLM):
             if total is not None and total <= limit:
                 least = f"{total} tokens (retention.total_tokens, which holds the reply as well)"
             return Refuse("chunk_too_long", f"chunk: expected fewer than {least}, got {len(tokens)}; send it in parts")
+        text = chunk.prompt.get("prompt") if isinstance(chunk.prompt, Mapping) else chunk.prompt
+        if isinstance(text, str) and (errors := text_errors("chunk", text)):
+            return Refuse("unusable_chunk", errors[0])
         request = self.input_processor.process_inputs(
             request_id="check",
             prompt=chunk.prompt,

@@ -20,7 +20,7 @@ from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions, policy_errors
 from kvpolicy.adapters.vllm.v0_28.position_limit import position_errors, position_limit
 from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
-from kvpolicy.adapters.vllm.v0_28.server_guards import chat_errors, model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors, session_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
 from kvpolicy.core.errors import EngineContractError, MissingExtraError, PolicyUsageError
 
@@ -67,7 +67,7 @@ def diagnose(arguments: Sequence[str]) -> Diagnosis:
     config = _look_at_configuration(found, args, options)
     _look_at_layout(found, config)
     found.both(*process_errors(args))
-    found.sessions += chat_errors(args)
+    found.sessions += session_errors(args)
     found.sessions += [
         str(MissingExtraError(extra="server", module=module)) for module in _FOR_SESSIONS if find_spec(module) is None
     ]

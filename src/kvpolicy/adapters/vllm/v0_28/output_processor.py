@@ -18,6 +18,7 @@ from vllm.v1.engine.output_processor import (
 )
 
 from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
+from kvpolicy.adapters.vllm.v0_28.detokenizers import reply_detokenizer
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
 from kvpolicy.adapters.vllm.v0_28.progress import RequestProgress
 from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL, CompactionTotals, RequestKey
@@ -145,6 +146,13 @@ class SessionRequestState(RequestState):
     """
 
     template: Any = None
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any, request: EngineCoreRequest, **more: Any) -> Self:
+        """Return the state of a chunk; the text of its reply has nothing of the chunk's own."""
+        state: Self = super().from_new_request(tokenizer=tokenizer, request=request, **more)
+        state.detokenizer = reply_detokenizer(state.detokenizer, tokenizer, request)
+        return state
 
     def _new_completion_output(
         self, token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None

@@ -34,7 +34,7 @@ from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
 from kvpolicy.adapters.vllm.v0_28.engine_args import session_config_errors, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.adapters.vllm.v0_28.options import policy_errors
-from kvpolicy.adapters.vllm.v0_28.server_guards import chat_errors, model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors, session_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
@@ -108,7 +108,9 @@ def server_config(args: Namespace, options: ServeOptions, reasons: Sequence[str]
         PolicyUsageError: every reason why there can be no such server, with those that are known before (``reasons``).
     """
     config, found = configuration(args, options)
-    reasons = [*reasons, *process_errors(args), *(chat_errors(args) if options.enable_streaming else ()), *found]
+    reasons = [*reasons, *process_errors(args), *found]
+    if options.enable_streaming:
+        reasons += session_errors(args)
     if config is None:
         reasons += policy_errors(options.kv_cache_policy)
     else:

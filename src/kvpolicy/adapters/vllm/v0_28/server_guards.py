@@ -34,7 +34,14 @@ def process_errors(args: Namespace) -> Iterator[str]:
         yield "VLLM_USE_RUST_FRONTEND: not supported; unset it"
 
 
-def chat_errors(args: Namespace) -> Iterator[str]:
+def session_errors(args: Namespace) -> Iterator[str]:
+    """Yield why a server with these flags can have no sessions, beyond what its processes and its engine refuse."""
+    if args.skip_tokenizer_init:
+        yield "--skip-tokenizer-init: not supported with sessions over HTTP (their chunks and replies are text)"
+    yield from _chat_errors(args)
+
+
+def _chat_errors(args: Namespace) -> Iterator[str]:
     """Yield which flags shape replies of the chat route, or what they have by default, and would not shape sessions'.
 
     Those that shape prompts work in sessions, or have nothing there to work on: see docs/reference/chat-templates.md.

@@ -272,7 +272,25 @@ SURFACE: tuple[PrivateName, ...] = (
         _new_completion_output="self token_ids finish_reason stop_reason",
         from_new_request="tokenizer request prompt parent_req request_index queue log_stats stream_interval",
     ),
-    *_attributes("vllm.v1.engine.output_processor", "RequestState", "streaming_input input_chunk_queue queue"),
+    *_attributes(
+        "vllm.v1.engine.output_processor", "RequestState", "streaming_input input_chunk_queue queue detokenizer"
+    ),
+    # The text of a reply.
+    *_methods("vllm.v1.engine.detokenizer", "BaseIncrementalDetokenizer", decode_next="self next_token_id"),
+    *_methods("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer", __init__="self tokenizer request"),
+    *_attributes("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer", "tokenizer skip_special_tokens"),
+    *_methods("vllm.v1.engine.detokenizer", "SlowIncrementalDetokenizer", __init__="self tokenizer request"),
+    *_attributes(
+        "vllm.v1.engine.detokenizer",
+        "SlowIncrementalDetokenizer",
+        "tokenizer tokens prefix_offset read_offset skip_special_tokens spaces_between_special_tokens",
+    ),
+    *_methods(
+        "vllm.tokenizers.detokenizer_utils",
+        "",
+        _convert_tokens_to_string_with_added_encoders="tokenizer output_tokens skip_special_tokens "
+        "spaces_between_special_tokens",
+    ),
     # The server: the steps from its parser to its HTTP loop.
     *_methods("vllm.entrypoints.openai.cli_args", "", make_arg_parser="parser", validate_parsed_serve_args="args"),
     *_methods("vllm.entrypoints.serve.utils.api_utils", "", cli_env_setup=""),

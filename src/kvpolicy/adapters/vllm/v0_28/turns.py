@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from kvpolicy.adapters.vllm.v0_28.chat_template import WAY_OUT, made_up_reply, template_errors
-from kvpolicy.core.checks import reject
+from kvpolicy.core.checks import reject, text_errors
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError
 
 if TYPE_CHECKING:
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 # Characters from which on a turn is encoded in a thread: the loop would stand still for several milliseconds.
 _LONG_TURN = 4_000
+NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init)"
+
+
+def system_prompt_errors(system_prompt: str | None, tokenizer: object | None) -> tuple[str, ...]:
+    """Return why there can be no such system prompt; empty if there can be."""
+    if system_prompt is None:
+        return ()
+    reasons = list(text_errors("system_prompt", system_prompt))
+    if system_prompt and tokenizer is None:
+        reasons.append(f"system_prompt: {NO_TOKENIZER}; put its tokens into the first chunk")
+    return tuple(reasons)
 
 
 @define
@@ -28,7 +39,7 @@ class TurnEncoder:
     a reply was cut at its longest. A template that cannot be cut so is refused when the encoder is made (see
     ``chat_template.template_errors``). Without one, the text is used as it is.
 
-    A text of more than ``max_chars`` characters is not even looked at.
+    A text of more than ``max_chars`` characters is not even looked at. An engine without a tokenizer (None) takes none.
 
     Raises:
         PolicyUsageError: the template cannot be cut into turns, or it raises for this system prompt.
@@ -65,13 +76,17 @@ class TurnEncoder:
 
         Raises:
             ChunkRefusedError: it is longer than any text that fits.
-            PolicyUsageError: the turn has no tokens, or the chat template raises for it.
+            PolicyUsageError: the turn has no tokens, is no text that UTF-8 can encode, or the chat template raises for
+                it; or the engine has no tokenizer.
         """
+        if self.tokenizer is None:
+            raise PolicyUsageError(f"turn: {NO_TOKENIZER}; expected token ids, got text")
         if self._is_too_long(text):
             message = (
                 f"turn: expected at most {self.max_chars} characters (more never fit), got {self._num_chars(text)}"
             )
             raise ChunkRefusedError("chunk_too_long", message)
+        reject(text_errors("turn", text))
         is_first = self._num_turns == 0
         rendered = self._plain(text) if self.render is None else self._rendered(text, self.render)
         # A template writes its own special tokens; plain text gets those that the tokenizer puts at a beginning.
