@@ -6,7 +6,7 @@ leaves the survivors' rotation alone; the mask is given explicitly, so positions
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Oracle:
     """The state of one session: the tokens in the cache, and the position of the next one."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **config: Any) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager"
+            model, dtype=torch.float32, attn_implementation="eager", **config
         ).eval()
         self.restart()
 

@@ -246,6 +246,12 @@ def test_every_guard_is_documented() -> None:
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
 
 
+def test_every_type_of_rotary_table_is_documented() -> None:
+    text = (ADAPTER / "position_limit.py").read_text(encoding="utf-8").split("MappingProxyType(", 1)[1]
+    listed = [name for row in rows(REFERENCE / "models.md", "Rotary tables") for name in names(row[0])]
+    assert set(re.findall(r'"([a-z0-9_-]+)": _', text)) == set(listed) - {"factor", "alpha"}
+
+
 def test_every_guard_of_the_server_is_documented() -> None:
     text = (ADAPTER / "server_guards.py").read_text(encoding="utf-8")
     named = re.findall(r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]', text)

@@ -24,8 +24,8 @@ _PIN_LESS = "pin at most {} tokens (a shorter first chunk, or retention.anchor_t
 class SessionLimits:
     """What an engine offers to sessions, in tokens and blocks.
 
-    ``context_limit`` is the longest sequence the engine takes, ``trained_range`` the number of positions the
-    model was trained for, ``num_pool_blocks`` what all requests share.
+    ``context_limit`` is the longest sequence the engine takes, ``trained_range`` the number of positions that
+    the model's rotary tables have rows for there, ``num_pool_blocks`` what all requests share.
     """
 
     block_size: int

@@ -69,9 +69,19 @@ def _unknown(config: VllmConfig) -> Iterator[str]:
 def _rows(config: VllmConfig) -> dict[str, float]:
     """Return the rows of each type of rotary embedding that the model has."""
     model = config.model_config
-    # Where the model does not say, the tables are compared with what the engine needs.
-    trained = getattr(model.hf_text_config, "max_position_embeddings", None) or model.max_model_len
-    return {_kind(rope): _ROWS[_kind(rope)](rope, int(trained), model.max_model_len) for rope in _embeddings(config)}
+    trained = _trained_length(model.hf_text_config) or model.max_model_len
+    return {_kind(rope): _ROWS[_kind(rope)](rope, trained, model.max_model_len) for rope in _embeddings(config)}
+
+
+def _trained_length(text: Any) -> int | None:
+    """Return the length that the model's code makes its tables of; None: it is in no field that is known.
+
+    What the engine needs takes its place then, and is compared with the tables when they are there.
+    """
+    names = ["max_position_embeddings"]
+    if getattr(text, "model_type", None) == "cohere":
+        names.insert(0, "model_max_length")
+    return next((int(length) for name in names if (length := getattr(text, name, None))), None)
 
 
 def _embeddings(config: VllmConfig) -> tuple[Mapping[str, Any], ...]:

@@ -35,7 +35,7 @@ def refuse(reasons: Iterable[str]) -> NoReturn:
     error = PolicyUsageError(reasons)
     try:
         # Not made here: where nobody has made it, nobody would remove it.
-        file = os.open(_path(), os.O_WRONLY | os.O_APPEND)
+        file = os.open(notes_path(), os.O_WRONLY | os.O_APPEND)
     except FileNotFoundError:
         raise error from None
     with os.fdopen(file, "a") as notes:
@@ -52,7 +52,7 @@ def reasons_of_processes() -> Iterator[None]:
     Raises:
         PolicyUsageError: every reason, once.
     """
-    path = _path()
+    path = notes_path()
     os.close(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
     try:
         yield
@@ -65,6 +65,7 @@ def reasons_of_processes() -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _path() -> Path:
+def notes_path() -> Path:
+    """Return the file of this process and all its descendants."""
     key = blake2b(multiprocessing.current_process().authkey, digest_size=16, person=b"kvpolicy").hexdigest()
     return Path(tempfile.gettempdir()) / f"kvpolicy-{key}"

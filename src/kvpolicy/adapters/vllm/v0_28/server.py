@@ -63,7 +63,8 @@ def serve(arguments: Sequence[str]) -> int:
         arguments: of the command line: a model, vLLM's flags and ours.
 
     Raises:
-        PolicyUsageError: every reason why there can be no such server, before a model is loaded.
+        PolicyUsageError: every reason why there can be no such server: what the flags and the configuration tell before
+            a model is loaded, what the loaded model tells before anything is served.
         SystemExit: by vLLM's parser: help was asked for, or there is no such flag.
     """
     # As vLLM's own command does first.
