@@ -88,6 +88,33 @@ def tiny_llama(
     return random_model(folder, LlamaForCausalLM(config), tokenizer, seed=seed, weight_std=weight_std)
 
 
+def tiny_gptj(folder: Path, *, max_position_embeddings: int = 512) -> Path:
+    """Write a GPT-J with random float32 weights (2 layers, 4 heads of 32, 16 of them rotated) and return ``folder``.
+
+    Its keys are rotated in neighbouring pairs and in part, and its configuration has no ``rope_parameters``.
+
+    Args:
+        folder: Where to write; made if missing.
+        max_position_embeddings: The trained range that the config states.
+    """
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    tokenizer = tiny_tokenizer(max_position_embeddings)
+    config = GPTJConfig(
+        vocab_size=VOCAB_SIZE,
+        n_positions=max_position_embeddings,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=16,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return random_model(folder, GPTJForCausalLM(config), tokenizer)
+
+
 def random_model(folder: Path, model: Any, tokenizer: Any, *, seed: int = 0, weight_std: float = 0.1) -> Path:
     """Give a model random weights, write it with its tokenizer into ``folder``, and return ``folder``.
 
@@ -104,8 +131,8 @@ def random_model(folder: Path, model: Any, tokenizer: Any, *, seed: int = 0, wei
     model = model.to(torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, weight in sorted(model.named_parameters(), key=lambda named: named[0]):
-            if weight.dim() > 1:
+        for name, weight in sorted(model.named_parameters(), key=lambda named: named[0]):
+            if weight.dim() > 1 or name.endswith("bias"):
                 weight.normal_(0.0, weight_std, generator=generator)
             else:
                 weight.fill_(1.0)

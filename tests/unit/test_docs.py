@@ -238,10 +238,11 @@ def test_every_guard_is_documented() -> None:
     cache, sampling = rest.split("def sampling_errors", 1)
     flag = r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]'
     assert first_names(page, "Engine configuration") == re.findall(rf"\n?[ (]{flag}", configuration)
-    assert set(first_names(page, "The model's KV cache")) == set(re.findall(flag, cache))
-    assert first_names(page, "Sampling parameters of a session's chunk") == list(
-        dict.fromkeys(re.findall(r"sampling_params\.(\w+):", sampling))
-    )
+    layers = (ADAPTER / "model_guards.py").read_text(encoding="utf-8").split("def layer_errors", 1)[1]
+    assert set(first_names(page, "The model's KV cache")) == set(re.findall(flag, cache + layers))
+    of_sessions = list(dict.fromkeys(re.findall(r"sampling_params\.(\w+):", sampling)))
+    assert first_names(page, "Sampling parameters of a session's chunk") == [*of_sessions, "stop_token_ids"]
+    assert 'named["stop_token_ids"]' in (ADAPTER / "request_guards.py").read_text(encoding="utf-8")
     ours = (ADAPTER / "engine_args.py").read_text(encoding="utf-8").split("ours = {", 1)[1].split("}", 1)[0]
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
 
@@ -250,6 +251,15 @@ def test_every_type_of_rotary_table_is_documented() -> None:
     text = (ADAPTER / "position_limit.py").read_text(encoding="utf-8").split("MappingProxyType(", 1)[1]
     listed = [name for row in rows(REFERENCE / "models.md", "Rotary tables") for name in names(row[0])]
     assert set(re.findall(r'"([a-z0-9_-]+)": _', text)) == set(listed) - {"factor", "alpha"}
+
+
+def test_every_property_of_a_model_that_is_refused_is_documented() -> None:
+    text = (ADAPTER / "model_guards.py").read_text(encoding="utf-8")
+    page = (REFERENCE / "models.md").read_text(encoding="utf-8")
+    kinds = re.findall(r'^(?: {8}f?|_[A-Z_]+ = )"([a-z -]+)', text, re.MULTILINE)
+    assert len(kinds) == 10
+    for kind in [*kinds, "layers of several kinds", "ALiBi", "rope_parameters", "mRoPE"]:
+        assert kind.removesuffix(" of ").strip() in page
 
 
 def test_every_guard_of_the_server_is_documented() -> None:

@@ -257,16 +257,8 @@ class AsyncLLM(StockAsyncLLM):
         except PolicyUsageError as error:
             return Refuse("unsupported_parameters", str(error))
         tokens = chunk.prompt.get("prompt_token_ids") if isinstance(chunk.prompt, Mapping) else None
-        limit = self.model_config.max_model_len
-        if tokens is not None and len(tokens) == 0:
-            return Refuse("empty_chunk", "chunk: expected at least one token, got none")
-        if tokens is not None and len(tokens) >= limit:
-            retention = retention_of(params)
-            total = None if retention is None else RetentionBudget.from_mapping(retention).total_tokens
-            least = f"{limit} tokens (the context limit)"
-            if total is not None and total <= limit:
-                least = f"{total} tokens (retention.total_tokens, which holds the reply as well)"
-            return Refuse("chunk_too_long", f"chunk: expected fewer than {least}, got {len(tokens)}; send it in parts")
+        if tokens is not None and (refusal := self._length_refusal(len(tokens), params)):
+            return refusal
         text = chunk.prompt.get("prompt") if isinstance(chunk.prompt, Mapping) else chunk.prompt
         if isinstance(text, str) and (errors := text_errors("chunk", text)):
             return Refuse("unusable_chunk", errors[0])
@@ -282,6 +274,20 @@ class AsyncLLM(StockAsyncLLM):
             return Refuse("unusable_chunk", "\n".join(reasons))
         rehearse(request)
         return None
+
+    def _length_refusal(self, num_tokens: int, params: SamplingParams) -> Refuse | None:
+        """Return why a chunk of so many tokens can never be taken in, or None; ``params`` have its stream's budget."""
+        if not num_tokens:
+            return Refuse("empty_chunk", "chunk: expected at least one token, got none")
+        limit = self.model_config.max_model_len
+        if num_tokens < limit:
+            return None
+        retention = retention_of(params)
+        total = None if retention is None else RetentionBudget.from_mapping(retention).total_tokens
+        least = f"{limit} tokens (the context limit)"
+        if total is not None and total <= limit:
+            least = f"{total} tokens (retention.total_tokens, which holds the reply as well)"
+        return Refuse("chunk_too_long", f"chunk: expected fewer than {least}, got {num_tokens}; send it in parts")
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
