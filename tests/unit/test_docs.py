@@ -255,7 +255,7 @@ def test_every_type_of_rotary_table_is_documented() -> None:
 
 def test_every_property_of_a_model_that_is_refused_is_documented() -> None:
     text = (ADAPTER / "model_guards.py").read_text(encoding="utf-8")
-    page = (REFERENCE / "models.md").read_text(encoding="utf-8")
+    page = "".join((REFERENCE / name).read_text(encoding="utf-8") for name in ("models.md", "guards.md"))
     kinds = re.findall(r'^(?: {8}f?|_[A-Z_]+ = )"([a-z -]+)', text, re.MULTILINE)
     assert len(kinds) == 10
     for kind in [*kinds, "layers of several kinds", "ALiBi", "rope_parameters", "mRoPE"]:
