@@ -67,8 +67,7 @@ def tiny_llama(
         max_position_embeddings: The trained range that the config states.
         weight_std: Of every weight matrix, embeddings included. Norm weights are 1.
     """
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tiny_tokenizer(max_position_embeddings)
     config = LlamaConfig(
@@ -86,11 +85,48 @@ def tiny_llama(
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config).to(torch.float32)
+    _write(LlamaForCausalLM(config), tokenizer, folder, seed=seed, weight_std=weight_std)
+    return folder
+
+
+def tiny_gptj(folder: Path, *, max_position_embeddings: int = 512) -> Path:
+    """Write a GPT-J with random float32 weights (2 layers, 4 heads of 32, 16 of them rotated) and return ``folder``.
+
+    Its keys are rotated in neighbouring pairs and in part, and its configuration has no ``rope_parameters``.
+
+    Args:
+        folder: Where to write; made if missing.
+        max_position_embeddings: The trained range that the config states.
+    """
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    tokenizer = tiny_tokenizer(max_position_embeddings)
+    config = GPTJConfig(
+        vocab_size=VOCAB_SIZE,
+        n_positions=max_position_embeddings,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=16,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    _write(GPTJForCausalLM(config), tokenizer, folder, seed=0, weight_std=0.1)
+    return folder
+
+
+def _write(model: Any, tokenizer: Any, folder: Path, *, seed: int, weight_std: float) -> None:
+    """Give a model random weights (those of norms are 1) and write it with its tokenizer."""
+    import torch
+    from transformers import GenerationConfig
+
+    model.to(torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, weight in sorted(model.named_parameters(), key=lambda named: named[0]):
-            if weight.dim() > 1:
+        for name, weight in sorted(model.named_parameters(), key=lambda named: named[0]):
+            if weight.dim() > 1 or name.endswith("bias"):
                 weight.normal_(0.0, weight_std, generator=generator)
             else:
                 weight.fill_(1.0)
@@ -104,7 +140,6 @@ def tiny_llama(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def echo_llama(folder: Path, *, max_position_embeddings: int = 2048) -> Path:

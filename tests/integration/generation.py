@@ -31,7 +31,9 @@ class GenerationOracle:
         AttentionInterface.register(_NAME, self._attend)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=_NAME).eval()
         self.num_layers = self._model.config.num_hidden_layers
-        self.num_kv_heads = self._model.config.num_key_value_heads
+        config = self._model.config
+        # GPT-J has no other number: each query head has its own keys.
+        self.num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         self._visible = torch.empty(0)
 
     def logprobs(self, tokens: Sequence[int], visible: torch.Tensor) -> torch.Tensor:

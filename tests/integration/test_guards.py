@@ -129,8 +129,6 @@ class Changed:
         ("scheduler_config.enable_chunked_prefill", False, "--no-enable-chunked-prefill"),
         ("scheduler_config.max_num_seqs", 1, "--max-num-seqs 1"),
         ("model_config.disable_cascade_attn", False, "--disable-cascade-attn"),
-        ("model_config.uses_mrope", True, "--model"),
-        ("model_config.hf_text_config", SimpleNamespace(rope_parameters=None), "rotary"),
     ],
 )
 def test_each_guard(tiny_model: Path, name: str, value: object, flag: str) -> None:
@@ -156,19 +154,14 @@ def test_each_guard_of_policies_alone(tiny_model: Path, name: str, value: object
     assert flag in errors[0]
 
 
-def test_the_cache_must_be_full_attention_in_one_group(tiny_model: Path) -> None:
+def test_the_prefix_cache_must_hash_whole_blocks(tiny_model: Path) -> None:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = checked_config(options(tiny_model))
     full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    sliding = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64)
-
-    def errors(*specs: object, hash_block_size: int = 16) -> tuple[str, ...]:
-        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-        return cache_errors(config, SimpleNamespace(kv_cache_groups=groups), hash_block_size, 16, "sessions")
-
-    assert errors(full) == ()
-    assert "exactly 1 KV-cache group" in errors(full, full)[0]
-    assert "full causal attention" in errors(sliding)[0]
-    assert "--prefix-match-unit" in errors(full, hash_block_size=8)[0]
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)])
+    assert cache_errors(config, cache, 16, 16, ("sessions",)) == ()
+    assert cache_errors(config, cache, 8, 16, ()) == ()
+    [reason] = cache_errors(config, cache, 8, 16, ("sessions", "kv_cache_policy"))
+    assert reason == "--prefix-match-unit: sessions and kv_cache_policy: must be equal to the block size 16, got 8"

@@ -20,7 +20,7 @@ import pytest
 
 from kvpolicy.adapters.vllm.v0_28.doctor import diagnose
 from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
-from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import media_errors, process_errors
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
 
@@ -479,7 +479,7 @@ def test_a_wrong_flag_of_ours_hides_no_reason_of_the_engine(tiny_model: Path) ->
     ("flags", "size"), [("", None), ("--mm-processor-cache-gb 4", 4), ("--mm_processor_cache_gb=2", 2)]
 )
 def test_the_processor_cache_is_off_unless_it_was_asked_for(tiny_model: Path, flags: str, size: float | None) -> None:
-    """Whether it can be is the model's matter: see ``model_errors``."""
+    """Whether it can be is the model's matter: see ``model_guards``."""
     line = (str(tiny_model), "--enable-streaming", "--max-model-len", "512", "--max-num-seqs", "8", *flags.split())
     args, options, reasons = parsed(line)
     assert args.mm_processor_cache_gb == size
@@ -496,44 +496,11 @@ def test_each_guard_of_the_process_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
     assert list(process_errors(Namespace(**usual))) == ["VLLM_USE_RUST_FRONTEND: not supported; unset it"]
 
 
-PLAIN_MODEL: dict[str, Any] = {
-    "model": "m",
-    "runner_type": "generate",
-    "is_multimodal_model": False,
-    "hf_text_config": SimpleNamespace(layer_types=["full_attention"] * 2),
-    "is_hybrid": False,
-    "is_attention_free": False,
-    "use_mla": False,
-    "is_encoder_decoder": False,
-    "get_sliding_window": lambda: None,
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"runner_type": "pooling"}, "generates text, got one for pooling"),
-        (
-            {"is_multimodal_model": True, "multimodal_config": SimpleNamespace(mm_processor_cache_gb=4)},
-            "--mm-processor-cache-gb 4: must be 0",
-        ),
-        ({"is_hybrid": True}, "a hybrid model"),
-        ({"is_attention_free": True}, "no attention"),
-        ({"use_mla": True}, "multi-head latent attention"),
-        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
-        ({"get_sliding_window": lambda: 64}, "a sliding window of 64"),
-        ({"hf_text_config": SimpleNamespace(layer_types=["full_attention", "other"])}, "layers of several kinds"),
-        ({"hf_text_config": SimpleNamespace(attention_chunk_size=8)}, "attention in chunks"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_each_guard_of_the_model_is_a_reason(changes: dict[str, Any], words: str) -> None:
-    def config(**attributes: Any) -> Any:
-        return SimpleNamespace(model_config=SimpleNamespace(**attributes))
-
-    assert list(model_errors(config(**PLAIN_MODEL))) == []
-    [reason] = model_errors(config(**PLAIN_MODEL | changes))
-    assert words in reason
+@pytest.mark.parametrize(("cache_gb", "num_reasons"), [(4, 1), (0, 0)])
+def test_what_a_processor_cache_keeps_from_an_engine_is_a_reason(cache_gb: int, num_reasons: int) -> None:
+    model = SimpleNamespace(is_multimodal_model=True, multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
+    config: Any = SimpleNamespace(model_config=model)
+    assert [reason.split(":")[0] for reason in media_errors(config)] == ["--mm-processor-cache-gb 4"] * num_reasons
 
 
 def test_a_model_that_is_not_there_is_a_users_error_beside_the_others(tmp_path: Path) -> None:

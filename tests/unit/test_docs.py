@@ -195,12 +195,22 @@ def test_every_guard_is_documented() -> None:
     cache, sampling = rest.split("def sampling_errors", 1)
     flag = r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]'
     assert first_names(page, "Engine configuration") == re.findall(rf"\n?[ (]{flag}", configuration)
-    assert set(first_names(page, "The model's KV cache")) == set(re.findall(flag, cache))
+    layers = (ADAPTER / "model_guards.py").read_text(encoding="utf-8").split("def layer_errors", 1)[1]
+    assert set(first_names(page, "The model's KV cache")) == set(re.findall(flag, cache + layers))
     assert first_names(page, "Sampling parameters of a session's chunk") == list(
         dict.fromkeys(re.findall(r"sampling_params\.(\w+):", sampling))
     )
     ours = (ADAPTER / "engine_args.py").read_text(encoding="utf-8").split("ours = {", 1)[1].split("}", 1)[0]
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
+
+
+def test_every_property_of_a_model_that_is_refused_is_documented() -> None:
+    text = (ADAPTER / "model_guards.py").read_text(encoding="utf-8")
+    page = (REFERENCE / "guards.md").read_text(encoding="utf-8").split("## The model\n", 1)[1]
+    kinds = re.findall(r'^(?: {8}f?|_[A-Z_]+ = )"([a-z -]+)', text, re.MULTILINE)
+    assert len(kinds) == 10
+    for kind in [*kinds, "layers of several kinds", "ALiBi", "rope_parameters", "mRoPE"]:
+        assert kind.removesuffix(" of ").strip() in page
 
 
 def test_every_guard_of_the_server_is_documented() -> None:

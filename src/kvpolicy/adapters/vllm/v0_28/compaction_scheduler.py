@@ -12,11 +12,12 @@ from vllm.v1.engine import FinishReason
 from kvpolicy.adapters.vllm.v0_28.answers import AnsweringScheduler
 from kvpolicy.adapters.vllm.v0_28.compactions import AppliedEvent, CompactionBook, PolicyAdmission
 from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
-from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, cache_errors, compaction_errors
+from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, cache_errors, start_errors
 from kvpolicy.adapters.vllm.v0_28.kv_spec import register_bounded_spec
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, Compaction, CompactionTotals, StepDirective
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.fold import Refuse
 
@@ -41,22 +42,23 @@ class CompactionScheduler(AnsweringScheduler):
     ``num_computed_tokens`` stays absolute; its block table and the attention lengths follow the entries it holds.
     """
 
+    # What it does in every engine; policies where the engine was started for them.
+    _features: tuple[str, ...] = ()
+
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Build the stock scheduler with our block manager, then the book of compactions.
 
         Raises:
-            PolicyUsageError: every reason why policies cannot run in this engine.
+            PolicyUsageError: every reason why sessions, or policies, cannot run in this engine.
         """
         options = EngineOptions.from_config(vllm_config)
+        features = (*self._features, POLICIES) if options.compacts else self._features
         if options.compacts:
-            if reasons := compaction_errors(vllm_config):
-                raise PolicyUsageError(reasons)
             register_bounded_spec(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        if options.compacts and (
-            reasons := cache_errors(vllm_config, self.kv_cache_config, self.hash_block_size, self.block_size, POLICIES)
-        ):
-            raise PolicyUsageError(reasons)
+        # The layers first: for some of them vLLM has turned chunked prefill off, which nobody has asked for.
+        reject(cache_errors(vllm_config, self.kv_cache_config, self.hash_block_size, self.block_size, features))
+        reject(start_errors(vllm_config, features))
         blocks = EngineBlocks(self.kv_cache_manager)
         self.compactions = CompactionBook(
             admission=PolicyAdmission(

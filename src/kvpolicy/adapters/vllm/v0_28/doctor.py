@@ -13,10 +13,11 @@ from vllm.platforms import current_platform
 
 from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
 from kvpolicy.adapters.vllm.serve_options import as_typed
-from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, SESSIONS, start_errors
+from kvpolicy.adapters.vllm.v0_28.model_guards import model_errors
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions, policy_errors
 from kvpolicy.adapters.vllm.v0_28.server import configuration, parsed
-from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import media_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, surface_errors
 from kvpolicy.core.errors import EngineContractError, MissingExtraError, PolicyUsageError
 
@@ -113,9 +114,9 @@ def _look_at_configuration(found: _Findings, args: Namespace, options: ServeOpti
     except PolicyUsageError as error:
         for reason in error.reasons:
             (found.sessions if reason.startswith("max_sessions") else found.policies).append(reason)
-    found.sessions += config_errors(config)
-    found.policies += compaction_errors(config)
-    found.both(*model_errors(config))
+    found.sessions += start_errors(config, (SESSIONS,))
+    found.policies += start_errors(config, (POLICIES,))
+    found.both(*media_errors(config))
     found.facts += _configuration_facts(config)
     return config
 
@@ -148,7 +149,12 @@ def _configuration_facts(config: VllmConfig) -> Iterator[Fact]:
 
 
 def _look_at_layout(found: _Findings, config: VllmConfig | None) -> None:
-    """Note how the KV cache is laid out: policies move its cells."""
+    """Note how the KV cache is laid out: policies move its cells.
+
+    Not where the model is refused for what it is: its cache may be of another kind, and what is said of it is enough.
+    """
+    if config is not None and model_errors(config, POLICIES):
+        return
     if not current_platform.is_cpu():
         found.facts.append(Fact("KV layout", "strided; compared with the cache itself when the engine starts"))
         return

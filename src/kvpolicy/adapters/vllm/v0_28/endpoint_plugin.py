@@ -11,7 +11,7 @@ from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
 from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
-from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import media_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -49,7 +49,7 @@ class SessionEndpoints:
                 "start the server with: kvpolicy serve MODEL --enable-streaming"
             )
             raise PolicyUsageError([*process_errors(args), reason])
-        if reasons := [*process_errors(args), *model_errors(engine_client.vllm_config)]:
+        if reasons := [*process_errors(args), *media_errors(engine_client.vllm_config)]:
             raise PolicyUsageError(reasons)
         frontend = SessionFrontend(ServerSettings())
         frontend.attach(self._app)

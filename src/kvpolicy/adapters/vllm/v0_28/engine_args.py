@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, SESSIONS, start_errors
 from kvpolicy.adapters.vllm.v0_28.options import CONFIG_KEY, POLICY_KEY, EngineOptions, policy_errors
 from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
@@ -19,7 +19,7 @@ from kvpolicy.core.policies import OFF
 from kvpolicy.core.policy_options import as_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
 
@@ -61,7 +61,7 @@ def policy_arguments(arguments: Mapping[str, Any], kv_cache_policy: Any) -> dict
     if isinstance(checked.get("kv_transfer_config"), dict):
         checked["kv_transfer_config"] = KVTransferConfig(**checked["kv_transfer_config"])
     config = _config(EngineArgs(**checked), UsageContext.LLM_CLASS, reasons, kv_cache_policy)
-    reject([*reasons, *_config_errors(config, (compaction_errors,), (_COMPACTION_SCHEDULER,))])
+    reject([*reasons, *_config_errors(config, (POLICIES,), _COMPACTION_SCHEDULER)])
     return ours
 
 
@@ -141,23 +141,19 @@ def _config(engine_args: EngineArgs, context: UsageContext, reasons: Iterable[st
 
 def session_config_errors(config: VllmConfig) -> tuple[str, ...]:
     """Return every reason why sessions, or the policy that was asked for, cannot run under a ready configuration."""
-    return _config_errors(config, (config_errors, compaction_errors), (_SESSION_SCHEDULER,))
+    return _config_errors(config, (SESSIONS, POLICIES), _SESSION_SCHEDULER)
 
 
-def _config_errors(
-    config: VllmConfig, guards: tuple[Callable[[VllmConfig], tuple[str, ...]], ...], schedulers: tuple[str, ...]
-) -> tuple[str, ...]:
+def _config_errors(config: VllmConfig, features: Sequence[str], scheduler: str) -> tuple[str, ...]:
     reasons: list[str] = []
     compacts = True
     try:
         compacts = EngineOptions.from_config(config).compacts
     except PolicyUsageError as error:
         reasons += error.reasons
-    for guard in guards:
-        if compacts or guard is not compaction_errors:
-            reasons += guard(config)
+    reasons += start_errors(config, [feature for feature in features if compacts or feature != POLICIES])
     seams = (
-        ("scheduler_cls", config.scheduler_config.scheduler_cls, schedulers),
+        ("scheduler_cls", config.scheduler_config.scheduler_cls, (scheduler,)),
         ("worker_cls", config.parallel_config.worker_cls, (_CPU_WORKER, _GPU_WORKER)),
     )
     reasons += [

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
+from kvpolicy.adapters.vllm.v0_28.model_guards import has_chunked_prefill, layer_errors, model_errors
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.policies import built_in_policies
 from kvpolicy.core.policy_options import policy_from
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,15 +24,12 @@ POLICIES = "kv_cache_policy"
 
 
 def config_errors(config: VllmConfig) -> tuple[str, ...]:
-    """Return why sessions cannot run under this engine configuration; empty if they can.
-
-    Needs no model: the facade calls it before the engine is started, the scheduler once more when it is built.
-    """
+    """Return why sessions cannot run in an engine that is configured so, whatever its model; empty if they can."""
     scheduler = config.scheduler_config
     return _engine_errors(config, SESSIONS) + _messages(
         (
             (
-                not scheduler.enable_chunked_prefill,
+                not scheduler.enable_chunked_prefill and has_chunked_prefill(config.model_config),
                 (
                     "--no-enable-chunked-prefill: sessions need chunked prefill "
                     "(a window is prefilled again at consolidation)"
@@ -48,7 +44,7 @@ def config_errors(config: VllmConfig) -> tuple[str, ...]:
 
 
 def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
-    """Return why requests cannot have a policy under this engine configuration; empty if they can."""
+    """Return why requests cannot have a policy in an engine that is configured so; empty if they can."""
     scheduler = config.scheduler_config
     num_engines = config.parallel_config.data_parallel_size
     dtype = config.cache_config.cache_dtype
@@ -57,7 +53,7 @@ def compaction_errors(config: VllmConfig) -> tuple[str, ...]:
     return _engine_errors(config, POLICIES) + _messages(
         (
             (
-                not scheduler.enable_chunked_prefill,
+                not scheduler.enable_chunked_prefill and has_chunked_prefill(config.model_config),
                 (
                     "--no-enable-chunked-prefill: kv_cache_policy needs chunked prefill "
                     "(a preempted request is prefilled again from event to event)"
@@ -130,14 +126,6 @@ def _engine_errors(config: VllmConfig, feature: str) -> tuple[str, ...]:
                 not model.disable_cascade_attn,
                 f"--no-disable-cascade-attn: {feature}: cascade attention must be off (--disable-cascade-attn)",
             ),
-            (
-                not getattr(model.hf_text_config, "rope_parameters", None),
-                f"--model {model.model}: {feature}: rotary position embeddings are needed",
-            ),
-            (
-                model.uses_mrope or model.uses_xdrope_dim > 0,
-                f"--model {model.model}: {feature}: multi-dimensional RoPE is not supported yet",
-            ),
         )
     )
 
@@ -146,24 +134,38 @@ def _messages(refused: Iterable[tuple[bool, str]]) -> tuple[str, ...]:
     return tuple(message for is_refused, message in refused if is_refused)
 
 
+_ENGINE_ERRORS: Mapping[str, Callable[[VllmConfig], tuple[str, ...]]] = {
+    SESSIONS: config_errors,
+    POLICIES: compaction_errors,
+}
+
+
+def start_errors(config: VllmConfig, features: Sequence[str]) -> tuple[str, ...]:
+    """Return why these features, sessions or policies, cannot run under an engine configuration; empty if they can.
+
+    Loads nothing: the facades ask before the engine is started, the scheduler once more when it is built.
+    """
+    if not features:
+        return ()
+    of_engine = [reason for feature in features for reason in _ENGINE_ERRORS[feature](config)]
+    return (*model_errors(config, _together(features)), *of_engine)
+
+
+def _together(features: Sequence[str]) -> str:
+    return " and ".join(features)
+
+
 def cache_errors(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int, block_size: int, feature: str
+    config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int, block_size: int, features: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return why sessions or policies (the ``feature``) cannot run with the model's KV cache; empty if they can."""
-    model = config.model_config.model
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return (f"--model {model}: {feature}: exactly 1 KV-cache group is needed, this model has {len(groups)}",)
-    errors = []
-    spec = groups[0].kv_cache_spec
-    is_full = type(spec) in (FullAttentionSpec, BoundedAttentionSpec)
-    if not is_full or spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
-        errors.append(f"--model {model}: {feature}: full causal attention is needed in every layer, got {spec!r}")
-    if hash_block_size != block_size:
-        errors.append(
-            f"--prefix-match-unit: {feature}: must be equal to the block size {block_size}, got {hash_block_size}"
-        )
-    return tuple(errors)
+    """Return why these features cannot run with the model's KV cache; empty if they can."""
+    if not features:
+        return ()
+    named = _together(features)
+    if reasons := layer_errors(config, kv_cache_config, named):
+        return reasons
+    message = f"--prefix-match-unit: {named}: must be equal to the block size {block_size}, got {hash_block_size}"
+    return _messages([(hash_block_size != block_size, message)])
 
 
 def sampling_errors(params: Any) -> tuple[str, ...]:

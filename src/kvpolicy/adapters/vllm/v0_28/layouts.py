@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kvpolicy.adapters.vllm.v0_28.compactor import Compactor
+from kvpolicy.adapters.vllm.v0_28.guards import POLICIES
+from kvpolicy.adapters.vllm.v0_28.model_guards import layer_errors
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import EngineContractError
 from kvpolicy.kernels.expand.spec import HeadGrid
 from kvpolicy.kernels.layout import StridedLayout
@@ -29,12 +32,15 @@ def make_compactor(
 
     Args:
         caches: the runner's, by layer.
-        kv_cache_config: with exactly one group.
+        kv_cache_config: of this worker.
         vllm_config: of the engine.
 
     Raises:
+        PolicyUsageError: the model's layers ask for other caches than those of full attention.
         EngineContractError: the caches are not laid out as any layout that kvpolicy knows.
     """
+    # Before the scheduler asks: it is made when the caches are there.
+    reject(layer_errors(vllm_config, kv_cache_config, POLICIES))
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     expected = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     if any(tuple(cache.shape[1:]) != expected for cache in caches):

@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvpolicy.adapters.vllm.v0_28.compaction_scheduler import CompactionScheduler
 from kvpolicy.adapters.vllm.v0_28.engine_state import chunk_of
-from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS, cache_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.guards import SESSIONS
 from kvpolicy.adapters.vllm.v0_28.log import LoggedEvents, log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord, grammar_error
@@ -41,6 +41,8 @@ class SessionScheduler(CompactionScheduler):
     consolidated while idle.
     """
 
+    _features = (SESSIONS,)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the stock scheduler, then the session book.
 
@@ -49,11 +51,6 @@ class SessionScheduler(CompactionScheduler):
         """
         super().__init__(*args, **kwargs)
         block_size = self.block_size
-        reasons = config_errors(self.vllm_config) + cache_errors(
-            self.vllm_config, self.kv_cache_config, self.hash_block_size, block_size, SESSIONS
-        )
-        if reasons:
-            raise PolicyUsageError(reasons)
         options = EngineOptions.from_config(self.vllm_config)
         blocks = self.compactions.blocks
         self.sessions = SessionBook(

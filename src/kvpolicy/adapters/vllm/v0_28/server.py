@@ -30,7 +30,7 @@ from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.engine_args import session_config_errors, session_engine_args
 from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
 from kvpolicy.adapters.vllm.v0_28.options import policy_errors
-from kvpolicy.adapters.vllm.v0_28.server_guards import model_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server_guards import media_errors, process_errors
 from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
@@ -108,7 +108,7 @@ def server_config(args: Namespace, options: ServeOptions, reasons: Sequence[str]
     if config is None:
         reasons += policy_errors(options.kv_cache_policy)
     else:
-        reasons += [*model_errors(config), *session_config_errors(config)]
+        reasons += [*media_errors(config), *session_config_errors(config)]
     if config is None or reasons:
         raise PolicyUsageError(dict.fromkeys(map(as_typed, reasons)))
     return config

@@ -30,33 +30,9 @@ def process_errors(args: Namespace) -> Iterator[str]:
         yield "VLLM_USE_RUST_FRONTEND: not supported; unset it"
 
 
-def model_errors(config: VllmConfig) -> Iterator[str]:
-    """Yield why a model cannot be served with what is ours, beyond what the engine's own guards say."""
+def media_errors(config: VllmConfig) -> Iterator[str]:
+    """Yield why a model's images cannot be served as the engine takes them."""
     model = config.model_config
-    if model.runner_type != "generate":
-        yield f"--model {model.model}: expected a model that generates text, got one for {model.runner_type}"
     cache_gb = model.multimodal_config.mm_processor_cache_gb if model.is_multimodal_model else 0
     if cache_gb:
         yield f"--mm-processor-cache-gb {cache_gb}: must be 0 (what it has seen before comes without its data)"
-    yield from attention_errors(config)
-
-
-def attention_errors(config: VllmConfig) -> Iterator[str]:
-    """Yield why the model's layers cannot do, as far as its configuration says.
-
-    The engine looks at the layers themselves when it starts (``guards.cache_errors``).
-    """
-    model = config.model_config
-    text = model.hf_text_config
-    wrong = {
-        "a hybrid model": model.is_hybrid,
-        "no attention": model.is_attention_free,
-        "multi-head latent attention": model.use_mla,
-        "an encoder and a decoder": model.is_encoder_decoder,
-        f"a sliding window of {model.get_sliding_window()}": model.get_sliding_window() is not None,
-        "layers of several kinds": len(set(getattr(text, "layer_types", None) or ())) > 1,
-        "attention in chunks": getattr(text, "attention_chunk_size", None) is not None,
-    }
-    for what, is_so in wrong.items():
-        if is_so:
-            yield f"--model {model.model}: full causal attention is needed in every layer, got {what}"
