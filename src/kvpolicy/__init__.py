@@ -7,6 +7,7 @@ and has no effect.
 
 from __future__ import annotations
 
+from kvpolicy.core.at_rest import plan_consolidation
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors
 from kvpolicy.core.compaction import (
     CompactionEvent,
@@ -16,6 +17,7 @@ from kvpolicy.core.compaction import (
     retained_positions,
     surviving_blocks,
 )
+from kvpolicy.core.counts import SessionCounts
 from kvpolicy.core.draws import BlockDraw, Draw, RingDraw, UniformDraw
 from kvpolicy.core.errors import (
     CapacityError,
@@ -37,8 +39,8 @@ from kvpolicy.core.fold import (
     Evict,
     FoldPlan,
     FoldStep,
+    Park,
     Refuse,
-    consolidates_next,
     plan_fold,
 )
 from kvpolicy.core.ledger import SessionLedger
@@ -98,6 +100,7 @@ __all__ = [
     "LogicalPosition",
     "MissingExtraError",
     "Move",
+    "Park",
     "PolicyFactory",
     "PolicyRegistry",
     "PolicyUsageError",
@@ -111,6 +114,7 @@ __all__ = [
     "SegmentKind",
     "SegmentLog",
     "SessionClosedError",
+    "SessionCounts",
     "SessionFailedError",
     "SessionInput",
     "SessionLedger",
@@ -128,11 +132,11 @@ __all__ = [
     "block_schedule",
     "blocks_for",
     "built_in_policies",
-    "consolidates_next",
     "due_event",
     "expand",
     "next_state",
     "oldest_victims",
+    "plan_consolidation",
     "plan_fold",
     "policy_from",
     "rank_idle_sessions",

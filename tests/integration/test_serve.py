@@ -144,7 +144,7 @@ def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerPr
             if i % 10 == 0:
                 completion(streaming, tiny_model)
         assert [reply["frame_index"] for reply in replies] == list(range(30))
-        assert sum(reply["evicted_tokens"] for reply in replies) > 0
+        assert sum(reply["num_evicted_tokens"] for reply in replies) > 0
         assert max(reply["blocks"] for reply in replies) <= 21
         assert http.delete(f"{ROUTES}sessions/{session}").status_code == httpx.codes.OK
     # Whoever knows an id can use the session; logs are read by many.
@@ -338,7 +338,7 @@ def test_sessions_live_on_two_data_parallel_engines(tiny_model: Path, tmp_path: 
         for session in sessions:
             status = http.get(f"{ROUTES}sessions/{session}").json()
             assert status["frames"] == 10
-            assert status["evictions"] > 0
+            assert status["num_evictions"] > 0
             assert status["blocks"] <= status["max_blocks"]
         for rank in range(2):
             assert value(http, f'vllm:prompt_tokens_total{{engine="{rank}"') > 0
