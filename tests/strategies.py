@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.ledger import SessionLedger
+from kvpolicy.core.parking import Pressure, WaitingHead
 from kvpolicy.core.ranking import IdleSession
 from kvpolicy.core.segments import Segment, SegmentKind, SegmentLog
 from kvpolicy.core.spaces import TokenRange, blocks_for
@@ -98,6 +99,26 @@ def idle_sessions(draw: st.DrawFn, *, most: int = 6) -> tuple[IdleSession, ...]:
             priority=draw(st.integers(-1, 2)),
             idle_s=draw(st.sampled_from([0.0, 0.5, 60.0])),
             num_blocks=draw(st.integers(0, 5)),
+            holds_slot=draw(st.booleans()),
         )
         for i in range(draw(st.integers(0, most)))
+    )
+
+
+@st.composite
+def pressures(draw: st.DrawFn) -> Pressure:
+    """Draw a scheduler's snapshot: from nothing waiting to more wanted than everybody holds."""
+    lacking = draw(st.integers(0, 20))
+    head = WaitingHead(
+        "head",
+        num_lacking_blocks=lacking,
+        num_shared_blocks=draw(st.integers(0, lacking)),
+        consolidates=draw(st.booleans()),
+    )
+    return Pressure(
+        num_free_blocks=draw(st.integers(0, 8)),
+        num_growth_blocks=draw(st.integers(0, 12)),
+        has_free_slot=draw(st.booleans()),
+        head=draw(st.sampled_from([head, None])),
+        sessions=draw(idle_sessions()),
     )

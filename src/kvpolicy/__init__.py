@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.compaction import CompactionEvent
+from kvpolicy.core.counts import SessionCounts
 from kvpolicy.core.errors import (
     CapacityError,
     ChunkRefusedError,
@@ -43,6 +44,7 @@ __all__ = [
     "RequestSnapshot",
     "RetentionBudget",
     "SessionClosedError",
+    "SessionCounts",
     "SessionFailedError",
     "SessionLimits",
     "SinkWindow",

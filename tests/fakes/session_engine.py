@@ -159,7 +159,7 @@ class FakeSession:
             ttft_s=0.01,
             total_s=0.02,
             num_chunk_tokens=num_tokens,
-            evicted=wanted - resident,
+            num_evicted_tokens=wanted - resident,
             resident_tokens=resident,
             num_blocks=self._stats.num_blocks,
             consolidated=self._engine.consolidates,

@@ -83,7 +83,7 @@ def test_a_session_in_text(engine: AsyncLLM, run: Run[None]) -> None:
         assert all(0 < reply.ttft_s <= reply.total_s for reply in replies)
         assert max(reply.resident_tokens for reply in replies) <= 256
         assert max(reply.num_blocks for reply in replies) <= 17
-        assert sum(reply.evicted for reply in replies) == stats.num_evicted_tokens > 0
+        assert sum(reply.num_evicted_tokens for reply in replies) == stats.num_evicted_tokens > 0
         assert stats.num_chunks == 40
         assert stats.num_reply_tokens == 240
         assert any(reply.text for reply in replies)
@@ -669,7 +669,7 @@ def test_the_default_compilation_mode(runner: asyncio.Runner, tiny_model: Path) 
         async with engine.open_session(retention=WINDOW, sampling_params=exact(5)) as session:
             replies = [await session.push(chunk) for chunk in random_chunks(5, 20, 18, 24)]
         await shut_down_under_a_push(engine)
-        assert sum(reply.evicted for reply in replies) > 0
+        assert sum(reply.num_evicted_tokens for reply in replies) > 0
         return [reply.token_ids for reply in replies]
 
     assert runner.run(said(eager=False)) == runner.run(said(eager=True))

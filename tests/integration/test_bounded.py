@@ -95,7 +95,7 @@ def test_a_thousand_chunks(engine: SteppedEngine) -> None:
             warm = dict(peak)
     # What the first hundred chunks reached, nine hundred more do not exceed (by more than one chunk's raggedness).
     assert all(peak[name] <= warm[name] + 24 for name in peak), (warm, peak)
-    assert session.record.ledger.num_evictions > 900
+    assert session.record.ledger.counts.num_evictions > 900
     early, late = statistics.median(costs[50:250]), statistics.median(costs[-200:])
     print(f"per chunk: {early:.2f} of the fixed work early, {late:.2f} late")
     assert late < 1.5 * early

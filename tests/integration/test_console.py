@@ -58,7 +58,7 @@ class _WindowedSession(FakeSession):
         self._num_evictions, self._num_evicted = self._stats.num_evictions, self._stats.num_evicted_tokens
         return evolve(
             reply,
-            evicted=evicted,
+            num_evicted_tokens=evicted,
             resident_tokens=_size(new),
             num_blocks=self._stats.num_blocks,
             ttft_s=0.02 + 0.001 * (reply.chunk * 7 % 5),

@@ -73,10 +73,10 @@ def test_a_refused_chunk_does_not_hide_a_consolidation(engine: SteppedEngine) ->
     refused = session.push([9] * 200)
     assert refused.stop_reason == "kvpolicy:chunk_too_long"
     assert refused.report is not None
-    assert not refused.report.consolidated
+    assert not refused.report.since_reply.num_consolidations
     answer = session.push([9] * 10)
     assert answer.report is not None
-    assert answer.report.consolidated
+    assert answer.report.since_reply.num_consolidations
     session.close()
 
 
@@ -104,7 +104,7 @@ def test_a_consolidation_ahead_of_time_takes_no_blocks_from_others(engine: Stepp
     answer = session.push(next(chunks))
     assert len(answer.token_ids) == 6
     assert answer.report is not None
-    assert answer.report.num_parks == 1
+    assert answer.report.counts.num_parks == 1
     session.close()
     if has_company:
         other.close()
@@ -144,7 +144,7 @@ def bring_to(engine: SteppedEngine, session: SteppedSession, state: str) -> None
     for _ in range(12):
         session.push(next(chunks))
     session.rest()
-    assert session.record.ledger.num_evictions > 0
+    assert session.record.ledger.counts.num_evictions > 0
     {
         "prefilling": bring_to_prefill,
         "replying": bring_to_reply,
@@ -187,3 +187,50 @@ def bring_to_consolidation(engine: SteppedEngine, session: SteppedSession, chunk
     while session.record.state is not SessionState.CONSOLIDATING:
         session.push(next(chunks))
     engine.step()
+
+
+def test_a_consolidation_ahead_of_time_takes_no_slot_from_others(
+    engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only slot is an idle session's."""
+    other = SteppedSession(engine, "other", retention=WINDOW)
+    other.push([9] * 20)
+    session = SteppedSession(engine, "a", retention=WINDOW, max_tokens=6)
+    chunks = iter(random_chunks(5, 200, 18, 24))
+    session.push(next(chunks))
+    while not session.record.discards_sample:
+        session.push(next(chunks))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "max_num_running_reqs", 1)
+        engine.run_to_rest()
+    assert (session.record.state, other.record.state) == (SessionState.PARKED, SessionState.IDLE)
+    session.close()
+    other.close()
+
+
+def test_two_consolidations_ahead_of_time_take_no_blocks_from_others(engine: SteppedEngine) -> None:
+    """The second is next once the first has been given up; the idle session's blocks would be enough for it."""
+    other = SteppedSession(engine, "other", retention=WINDOW)
+    other.push([9] * 80)
+    pair = [SteppedSession(engine, name, retention=WINDOW, max_tokens=6) for name in ("a", "b")]
+    chunks = iter(random_chunks(5, 200, 10, 14))
+    is_due = False
+    while not is_due:
+        chunk = next(chunks)
+        for session in pair:
+            session.send(chunk)
+        for session in pair:
+            engine.answer(session.id)
+        is_due = any(session.record.discards_sample for session in pair)
+    assert all(session.record.discards_sample for session in pair)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    engine.run_to_rest()
+    assert [session.record.state for session in (*pair, other)] == [
+        SessionState.PARKED,
+        SessionState.PARKED,
+        SessionState.IDLE,
+    ]
+    pool.free_blocks(taken)
+    for session in (*pair, other):
+        session.close()

@@ -232,26 +232,26 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
             memory_mib.append(server.memory_mib())
             if number >= NUM_TURNS - NUM_MEASURED:
                 late.add(http, replies[-1], rng)
-            elif sum(reply.evicted_tokens for reply in replies) and len(early.ttft_s) < NUM_MEASURED:
+            elif sum(reply.num_evicted_tokens for reply in replies) and len(early.ttft_s) < NUM_MEASURED:
                 early.add(http, replies[-1], rng)
         status = session.status()
         during = Figures.of(http)
     took_s = time.perf_counter() - started_s
     after = Figures.of(http)
 
-    num_evicted = sum(reply.evicted_tokens for reply in replies)
+    num_evicted = sum(reply.num_evicted_tokens for reply in replies)
     full = [reply.blocks for reply in replies[NUM_TURNS // 3 :]]
     print(
         f"\n{NUM_TURNS} turns in {took_s:.0f} s, {NUM_TURNS / took_s:.1f} a second with {2 * NUM_MEASURED} ordinary "
         f"requests between them\ntime to first token, medians of {NUM_MEASURED} turns: {early} after the first "
         f"eviction, {late} at the end\nblocks {min(full)} to {max(full)} of at most {max_blocks}, resident tokens at "
-        f"most {max(reply.resident_tokens for reply in replies)}, {status.evictions} evictions of {num_evicted} "
-        f"tokens, {status.consolidations} consolidations\nmemory of the serving process "
+        f"most {max(reply.resident_tokens for reply in replies)}, {status.num_evictions} evictions of {num_evicted} "
+        f"tokens, {status.num_consolidations} consolidations\nmemory of the serving process "
         f"{memory_mib[NUM_TURNS // 3]:.0f} MiB after {NUM_TURNS // 3} turns, {memory_mib[-1]:.0f} at the end"
     )
     assert [reply.frame_index for reply in replies] == list(range(NUM_TURNS))
-    assert status.evictions > NUM_TURNS / 2
-    assert num_evicted == status.evicted_tokens > 8 * RETENTION["total_tokens"]
+    assert status.num_evictions > NUM_TURNS / 2
+    assert num_evicted == status.num_evicted_tokens > 8 * RETENTION["total_tokens"]
     assert max(reply.resident_tokens for reply in replies) <= RETENTION["total_tokens"]
     assert max(full) <= max_blocks
     assert max(full) - min(full) <= 2
@@ -267,9 +267,9 @@ def test_300_turns_cost_the_same_at_the_end_as_at_the_beginning(server: ServerPr
     assert grown("chunks_total") == grown("chunk_ttft_seconds_count") == NUM_TURNS
     assert grown("chunk_ttft_seconds_sum") == pytest.approx(sum(reply.ttft_s for reply in replies))
     assert grown("chunk_latency_seconds_sum") == pytest.approx(sum(reply.latency_s for reply in replies))
-    assert grown("evictions_total") == status.evictions
+    assert grown("evictions_total") == status.num_evictions
     assert grown("evicted_tokens_total") == num_evicted
-    assert grown("consolidations_total") == status.consolidations
+    assert grown("consolidations_total") == status.num_consolidations
     assert grown("closes_total[client]") == 1
 
 
@@ -357,7 +357,7 @@ def test_four_sessions_and_ordinary_traffic_go_on_beside_each_other(
         assert status.frames == NUM_TURNS_EACH
         assert status.refused == 0
         assert max(reply.blocks for reply in replies) <= status.max_blocks
-        assert sum(reply.evicted_tokens for reply in replies) == status.evicted_tokens > 0
+        assert sum(reply.num_evicted_tokens for reply in replies) == status.num_evicted_tokens > 0
     assert min(traffic.num.values()) >= NUM_TURNS_EACH / 4
     grown = Figures.of(http).since(before)
     assert grown("chunks_total") == num_turns

@@ -145,7 +145,7 @@ class Stream:
 
     def summary(self) -> str:
         names = ("num_evictions", "num_consolidations", "num_parks")
-        counts = ", ".join(f"{name} {self.report.get(name)}" for name in names)
+        counts = ", ".join(f"{name} {self.report['counts'][name]}" for name in names)
         return f"{self.name}: {self.num_taken} taken, {self.num_replies} replies, held up {self.num_held_up}; {counts}"
 
     async def wait_long(self, engine: AsyncLLM, further_s: float) -> None:
@@ -233,10 +233,10 @@ def test_reply_k_belongs_to_chunk_k(engine: AsyncLLM, runner: asyncio.Runner, se
         print(f"{company.num_answers} ordinary requests, {company.num_resets} resets")
     for stream in streams:
         assert stream.num_taken == stream.num_replies == len(stream.chunks)
-        assert stream.report["num_evictions"] > 10
+        assert stream.report["counts"]["num_evictions"] > 10
         assert stream.num_held_up > 1
     for name in ("num_consolidations", "num_parks"):
-        assert sum(stream.report[name] for stream in streams) > 5, name
+        assert sum(stream.report["counts"][name] for stream in streams) > 5, name
     assert min(company.num_answers, company.num_resets) > 5
     assert not engine.output_processor.request_states
     assert runner.run(num_missing_blocks(engine)) == 0

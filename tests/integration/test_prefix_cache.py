@@ -55,7 +55,7 @@ def test_nothing_behind_a_hole_can_be_found_until_consolidation(engine: SteppedE
             hashes = session.record.request.block_hashes[2:]
             assert all(pool.get_cached_block(block_hash, [0]) is None for block_hash in hashes)
             num_gapped += 1
-        elif session.record.ledger.num_consolidations:
+        elif session.record.ledger.counts.num_consolidations:
             # Computed densely: the session would find (all but the last block of) its own window after a preemption.
             assert num_hits(engine, session) >= session.record.request.num_computed_tokens - 2 * 16
             num_dense += 1

@@ -54,7 +54,7 @@ def test_two_sessions_and_ordinary_requests_under_a_small_pool(engine: SteppedEn
     for run in runs:
         assert run.worst < 2e-5
         assert run.num_evictions >= 3
-    parks = sum(run.session.record.ledger.num_parks for run in runs)
+    parks = sum(run.session.record.ledger.counts.num_parks for run in runs)
     assert parks > 0
     for run in runs:
         run.session.close()

@@ -166,13 +166,13 @@ def test_no_session_is_parked_for_blocks_that_are_shared(tiny_model: Path, polic
         assert len(answer.token_ids) == 40
         assert answer.prefill.num_cached_tokens == 160
         engine.run_to_rest()
-        assert session.record.ledger.num_parks == 0
+        assert session.record.ledger.counts.num_parks == 0
         # One that shares nothing still gets the session's blocks.
         engine.start("third", prompt[::-1], 5, policy="off")
         engine.step()
         engine.start("fourth", [9] * 165, 5, policy=policy)
         assert len(engine.answer("fourth").token_ids) == 5
-        assert session.record.ledger.num_parks == 1
+        assert session.record.ledger.counts.num_parks == 1
         session.close()
 
 

@@ -43,7 +43,7 @@ def session(engine: SteppedEngine) -> Iterator[SteppedSession]:
     session = SteppedSession(engine, "session", retention=WINDOW, max_tokens=6)
     for chunk in random_chunks(5, 12, 18, 24):
         session.push(chunk)
-    assert session.record.ledger.num_evictions > 0
+    assert session.record.ledger.counts.num_evictions > 0
     yield session
     assert len(session.push([7] * 20, max_tokens=5).token_ids) == 5
     session.close()
@@ -112,8 +112,8 @@ def test_no_list_that_a_worker_holds_is_edited(session: SteppedSession) -> None:
         held = engine.runner.requests[session.id].prompt_token_ids
         assert held[-len(chunk) :] == chunk
         seen.append((held, list(held)))
-    assert session.record.ledger.num_evictions > 10
-    assert session.record.ledger.num_consolidations > 0
+    assert session.record.ledger.counts.num_evictions > 10
+    assert session.record.ledger.counts.num_consolidations > 0
     assert [now for now, _ in seen] == [then for _, then in seen]
 
 
@@ -144,7 +144,7 @@ def test_each_chunk_has_its_own_grammar(session: SteppedSession) -> None:
         free = session.push(chunk)
         assert len(free.token_ids) == 6
         assert text_of(engine, free.token_ids) not in words
-    assert session.record.ledger.num_evictions > 3
+    assert session.record.ledger.counts.num_evictions > 3
 
 
 def test_a_first_chunk_with_a_grammar(engine: SteppedEngine) -> None:
@@ -226,9 +226,15 @@ def test_a_chunk_whose_grammar_fails_later_leaves_no_trace(engine: SteppedEngine
         for ours, theirs in zip(told.logprobs, expected.logprobs, strict=True):
             assert ours == pytest.approx(theirs, abs=2e-5)
     ledgers = [one.record.ledger for one in (session, twin)]
-    assert min(ledger.num_evictions for ledger in ledgers) > 5
+    assert min(ledger.counts.num_evictions for ledger in ledgers) > 5
     # Parking starts the positions anew, so that no consolidation is ever due.
-    assert min(ledger.num_parks if while_waiting == "parked" else ledger.num_consolidations for ledger in ledgers) > 0
+    assert (
+        min(
+            ledger.counts.num_parks if while_waiting == "parked" else ledger.counts.num_consolidations
+            for ledger in ledgers
+        )
+        > 0
+    )
     assert {ledger.num_chunks for ledger in ledgers} == {30}
     if while_waiting == "the end":
         session.rest()

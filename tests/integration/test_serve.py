@@ -168,7 +168,7 @@ def test_a_session_is_bounded_and_goes_with_ordinary_traffic(streaming: ServerPr
             if i % 10 == 0:
                 completion(streaming, tiny_model)
         assert [reply["frame_index"] for reply in replies] == list(range(30))
-        assert sum(reply["evicted_tokens"] for reply in replies) > 0
+        assert sum(reply["num_evicted_tokens"] for reply in replies) > 0
         assert max(reply["blocks"] for reply in replies) <= 21
         # The engine shows what waits as of its last step, so it has to take one: the session is idle, and no load.
         completion(streaming, tiny_model)
@@ -430,7 +430,7 @@ def test_sessions_live_on_two_data_parallel_engines(tiny_model: Path, tmp_path: 
         for session in sessions:
             status = http.get(f"{ROUTES}sessions/{session}").json()
             assert status["frames"] == 10
-            assert status["evictions"] > 0
+            assert status["num_evictions"] > 0
             assert status["blocks"] <= status["max_blocks"]
         for rank in range(2):
             assert value(http, f'vllm:prompt_tokens_total{{engine="{rank}"') > 0

@@ -58,7 +58,7 @@ def test_under_budget_every_token_equals_the_stock_engines(tiny_model: Path) -> 
         )
         said.append([session.push(chunk).token_ids for chunk in random_chunks(1, 28, 15, 25)])
         if not stock:
-            assert session.record.ledger.num_evictions == 0
+            assert session.record.ledger.counts.num_evictions == 0
         session.close()
         engine.close()
     assert said[0] == said[1]

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from attrs import fields_dict, frozen
 
+from kvpolicy.core.counts import SessionCounts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -23,7 +25,7 @@ class FrameReply:
     reply_tokens: int
     ttft_s: float
     latency_s: float
-    evicted_tokens: int
+    num_evicted_tokens: int
     resident_tokens: int
     blocks: int
     consolidated: bool
@@ -43,7 +45,7 @@ class Segment:
 
 
 @frozen(kw_only=True)
-class SessionStatus:
+class SessionStatus(SessionCounts):
     """A session as of its last reply."""
 
     session_id: str
@@ -55,10 +57,6 @@ class SessionStatus:
     resident_tokens: int
     blocks: int
     max_blocks: int
-    evictions: int
-    evicted_tokens: int
-    consolidations: int
-    parks: int
     segments: tuple[Segment, ...]
     age_s: float
     idle_s: float

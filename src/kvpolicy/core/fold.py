@@ -61,6 +61,11 @@ class Consolidate:
 
 
 @frozen
+class Park:
+    """Free all blocks: the tokens are computed again, from position 0, together with the next chunk."""
+
+
+@frozen
 class Append:
     """Append the chunk."""
 
@@ -76,12 +81,15 @@ class Refuse:
     message: str
 
 
-FoldStep = DropTail | Evict | Consolidate | Append | Refuse
+FoldStep = DropTail | Evict | Consolidate | Park | Append | Refuse
 
 
 @frozen
 class FoldPlan:
-    """Steps in order, and the ledger after all of them (if every eviction frees what was planned)."""
+    """Steps in order, and the ledger after all of them (if every eviction frees what was planned).
+
+    What a session does between chunks (see ``at_rest``) is planned alike, without a chunk.
+    """
 
     steps: tuple[FoldStep, ...]
     ledger: SessionLedger
@@ -153,27 +161,6 @@ def plan_fold(  # noqa: PLR0913 - what the decision depends on, all of it
         draft.steps.append(Consolidate())
     draft.steps.append(Append(chunk.num_tokens, chunk.media))
     return FoldPlan(tuple(draft.steps), draft.ledger.appended(chunk.num_tokens, chunk.media))
-
-
-def consolidates_next(
-    ledger: SessionLedger,
-    last_chunk: ChunkShape,
-    *,
-    budget: RetentionBudget,
-    limits: SessionLimits,
-    num_computed: int,
-) -> bool:
-    """Return whether to consolidate an idle session now, so that its next fold need not.
-
-    True if a fold of the last chunk's shape would consolidate, and would not after a consolidation now. (The
-    second condition matters where a fold evicts so much that it has to consolidate whatever happened before
-    it. Without it such a session would be consolidated over and over while it is idle.)
-    """
-
-    def consolidates(before: SessionLedger) -> bool:
-        return plan_fold(before, last_chunk, budget=budget, limits=limits, num_computed=num_computed).consolidates
-
-    return consolidates(ledger) and not consolidates(ledger.reply_closed(num_computed).consolidated())
 
 
 @define

@@ -1,12 +1,13 @@
-"""The account of one session: its segments, the drift between positions and indices, and counts."""
+"""The account of one session: its segments, the drift between positions and indices, and its counts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
-from kvpolicy.core.checks import integer_errors, reject
+from kvpolicy.core.checks import instance_errors, integer_errors, reject
+from kvpolicy.core.counts import SessionCounts
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.positions import PositionMap
 from kvpolicy.core.segments import SegmentKind, SegmentLog
@@ -14,15 +15,6 @@ from kvpolicy.core.spaces import LogicalPosition, TokenRange
 
 if TYPE_CHECKING:
     from kvpolicy.core.victims import Victims
-
-_COUNTS = (
-    "evicted_width",
-    "num_chunks",
-    "num_evictions",
-    "num_evicted_tokens",
-    "num_consolidations",
-    "num_parks",
-)
 
 
 @frozen(kw_only=True)
@@ -38,14 +30,12 @@ class SessionLedger:
     num_chunks: int
     evicted_width: int = 0
     watermark: int = -1
-    num_evictions: int = 0
-    num_evicted_tokens: int = 0
-    num_consolidations: int = 0
-    num_parks: int = 0
+    counts: SessionCounts = field(factory=SessionCounts)
 
     def __attrs_post_init__(self) -> None:
-        for name in _COUNTS:
-            reject(integer_errors(f"ledger.{name}", getattr(self, name), 0))
+        reject(integer_errors("ledger.num_chunks", self.num_chunks, 0))
+        reject(integer_errors("ledger.evicted_width", self.evicted_width, 0))
+        reject(instance_errors("ledger.counts", self.counts, SessionCounts))
         reject(integer_errors("ledger.watermark", self.watermark, -1))
         if self.watermark >= self.next_position:
             raise PolicyUsageError(
@@ -91,8 +81,7 @@ class SessionLedger:
             self,
             log=self.log.evict(victims.indices, freed),
             evicted_width=self.evicted_width + freed.width,
-            num_evictions=self.num_evictions + 1,
-            num_evicted_tokens=self.num_evicted_tokens + freed.width,
+            counts=self.counts.with_eviction(freed.width),
         )
 
     def appended(self, num_tokens: int, media: tuple[str, ...] = ()) -> SessionLedger:
@@ -110,11 +99,11 @@ class SessionLedger:
 
     def consolidated(self) -> SessionLedger:
         """Return the ledger after its tokens were set to be computed again from position 0."""
-        return evolve(self.preempted(), num_consolidations=self.num_consolidations + 1)
+        return evolve(self.preempted(), counts=self.counts.with_consolidation())
 
     def parked(self) -> SessionLedger:
         """Return the ledger after its blocks were freed; its tokens are computed again later."""
-        return evolve(self.preempted(), num_parks=self.num_parks + 1)
+        return evolve(self.preempted(), counts=self.counts.with_park())
 
     def preempted(self) -> SessionLedger:
         """Return the ledger after the engine took its blocks: nothing is cached."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from kvpolicy.core.checks import integer_errors, is_integer, is_number, reject
+from kvpolicy.core.checks import instance_errors, integer_errors, is_integer, is_number, reject
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:
@@ -19,13 +19,14 @@ class IdleSession:
     """A session that could be parked.
 
     ``priority`` is the engine's number (in vLLM, smaller is more important), ``idle_s`` seconds since its
-    last reply.
+    last reply. ``holds_slot`` is False for one whose next chunk waits to be computed: it holds blocks only.
     """
 
     request_id: str
     priority: int = field(kw_only=True)
     idle_s: float = field(kw_only=True)
     num_blocks: int = field(kw_only=True)
+    holds_slot: bool = field(default=True, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if not is_integer(self.priority):
@@ -33,6 +34,7 @@ class IdleSession:
         if not is_number(self.idle_s) or not 0 <= self.idle_s < math.inf:
             raise PolicyUsageError(f"session.idle_s: expected a finite number >= 0, got {self.idle_s!r}")
         reject(integer_errors("session.num_blocks", self.num_blocks, 0))
+        reject(instance_errors("session.holds_slot", self.holds_slot, bool))
 
 
 def rank_idle_sessions(sessions: Iterable[IdleSession], need: int) -> tuple[IdleSession, ...]:

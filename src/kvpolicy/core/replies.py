@@ -6,6 +6,8 @@ from typing import Any
 
 from attrs import frozen
 
+from kvpolicy.core.counts import SessionCounts
+
 
 @frozen
 class SegmentView:
@@ -20,7 +22,7 @@ class Reply:
     """The answer to one chunk.
 
     ``ttft_s`` and ``total_s`` run from the call of ``push`` to the first token and to the end. ``num_chunk_tokens``
-    is the length of the chunk itself. ``evicted`` is the number of tokens that this chunk pushed out;
+    is the length of the chunk itself. ``num_evicted_tokens`` is the number of tokens that this chunk pushed out;
     ``resident_tokens`` and ``num_blocks`` are what the session holds now. ``logprobs`` holds one mapping per token
     where the sampling parameters ask for log-probabilities.
     """
@@ -33,7 +35,7 @@ class Reply:
     ttft_s: float
     total_s: float
     num_chunk_tokens: int
-    evicted: int
+    num_evicted_tokens: int
     resident_tokens: int
     num_blocks: int
     consolidated: bool
@@ -41,7 +43,7 @@ class Reply:
 
 
 @frozen(kw_only=True)
-class SessionStats:
+class SessionStats(SessionCounts):
     """Counts over the life of a session, and what it held when its last reply ended."""
 
     num_chunks: int = 0
@@ -51,9 +53,5 @@ class SessionStats:
     num_blocks: int = 0
     num_segments: int = 0
     next_position: int = 0
-    num_evictions: int = 0
-    num_evicted_tokens: int = 0
-    num_consolidations: int = 0
-    num_parks: int = 0
     num_free_blocks: int = 0
     segments: tuple[SegmentView, ...] = ()

@@ -31,8 +31,8 @@ def test_early_is_chunks_5_to_25_and_late_the_last_20() -> None:
 def test_counts_and_peaks() -> None:
     rows = [
         row(1, resident_tokens=100, num_blocks=4),
-        row(2, resident_tokens=160, num_blocks=6, evicted=32),
-        row(3, resident_tokens=130, num_blocks=5, evicted=64, consolidated=True),
+        row(2, resident_tokens=160, num_blocks=6, num_evicted_tokens=32),
+        row(3, resident_tokens=130, num_blocks=5, num_evicted_tokens=64, consolidated=True),
     ]
 
     summary = summarise(run(*rows))
@@ -59,7 +59,7 @@ def test_no_values_have_no_quantile() -> None:
 
 
 def test_replies_are_compared_up_to_the_first_eviction() -> None:
-    ours = run(row(1), row(2, reply="mine"), row(3), row(4, evicted=32), row(5))
+    ours = run(row(1), row(2, reply="mine"), row(3), row(4, num_evicted_tokens=32), row(5))
     stock = run(*(row(chunk) for chunk in range(1, 6)), kind=EngineKind.STOCK)
 
     assert same_replies(ours, stock) == (2, 3)

@@ -28,7 +28,7 @@ def test_without_a_terminal_each_chunk_is_a_line() -> None:
     with view_for(plain, EngineKind.BOUNDED, SETTINGS) as view:
         view.stage("starting")
         view.row(row(1))
-        view.row(row(2, evicted=32, consolidated=True))
+        view.row(row(2, num_evicted_tokens=32, consolidated=True))
 
     lines = printed(plain).splitlines()
     assert lines[0] == "kvpolicy session: starting ..."

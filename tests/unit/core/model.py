@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from kvpolicy.core.fold import Append, ChunkShape, Consolidate, DropTail, Evict, FoldPlan, consolidates_next, plan_fold
+from kvpolicy.core.at_rest import plan_consolidation, plan_park
+from kvpolicy.core.fold import Append, ChunkShape, Consolidate, DropTail, Evict, FoldPlan, Park, plan_fold
 from kvpolicy.core.segments import Segment, SegmentKind
 from kvpolicy.core.victims import oldest_victims
 
@@ -105,23 +106,24 @@ class ModelSession:
 
     def park(self) -> None:
         """Give back all blocks."""
-        keep = self.num_computed
-        self._close_reply(keep)
-        self.ledger = self.ledger.reply_closed(keep).parked()
-        self._forget()
+        plan = plan_park(self.ledger, num_computed=self.num_computed)
+        assert [type(step) for step in plan.steps] == [DropTail, Park]
+        self._follow_all(plan)
         self.resident = False
 
     def consolidate_if_due(self, chunk: ChunkShape) -> bool:
         """Consolidate ahead of time if the core says so; return whether it did."""
-        setup, keep = self.setup, self.num_computed
-        if not self.resident or not consolidates_next(
-            self.ledger, chunk, budget=setup.budget, limits=setup.limits, num_computed=keep
-        ):
+        if not self.resident:
+            return False
+        setup = self.setup
+        plan = plan_consolidation(
+            self.ledger, chunk, budget=setup.budget, limits=setup.limits, num_computed=self.num_computed
+        )
+        if plan is None:
             return False
         assert self.plan(chunk).consolidates
-        self._close_reply(keep)
-        self.ledger = self.ledger.reply_closed(keep).consolidated()
-        self._forget()
+        assert [type(step) for step in plan.steps] == [DropTail, Consolidate]
+        self._follow_all(plan, chunk)
         self._compute()
         assert not self.plan(chunk).consolidates
         return True
@@ -144,22 +146,25 @@ class ModelSession:
         if plan.refusal is not None:
             self._check_refusal(plan, chunk, before)
             return False
-        ledger = before
-        for step in plan.steps:
-            ledger = self._follow(step, ledger, chunk)
-        assert ledger == plan.ledger, "the plan's own simulation differs"
-        self.ledger = ledger
+        self._follow_all(plan, chunk)
         self._compute()
         self._check_plan(plan, chunk, before)
         self.check(chunk)
         return True
 
-    def _follow(self, step: object, ledger: SessionLedger, chunk: ChunkShape) -> SessionLedger:
+    def _follow_all(self, plan: FoldPlan, chunk: ChunkShape | None = None) -> None:
+        ledger = self.ledger
+        for step in plan.steps:
+            ledger = self._follow(step, ledger, chunk)
+        assert ledger == plan.ledger, "the plan's own simulation differs"
+        self.ledger = ledger
+
+    def _follow(self, step: object, ledger: SessionLedger, chunk: ChunkShape | None) -> SessionLedger:
         match step:
             case DropTail(keep=keep):
                 self._close_reply(keep)
                 return ledger.reply_closed(keep)
-            case Evict(victims=victims):
+            case Evict(victims=victims) if chunk is not None:
                 self._check_eviction(ledger, step, chunk)
                 del self.tokens[victims.freed.start : victims.freed.end]
                 del self.owners[victims.first : victims.last]
@@ -168,7 +173,10 @@ class ModelSession:
             case Consolidate():
                 self._forget()
                 return ledger.consolidated()
-            case Append(num_tokens=num_tokens, media=media):
+            case Park():
+                self._forget()
+                return ledger.parked()
+            case Append(num_tokens=num_tokens, media=media) if chunk is not None:
                 assert media == chunk.media
                 self._own(self._add(num_tokens), num_tokens)
                 return ledger.appended(num_tokens, media)

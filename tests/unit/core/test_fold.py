@@ -10,6 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpolicy.core.at_rest import plan_consolidation
 from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.errors import InvariantError, PolicyUsageError
 from kvpolicy.core.fold import (
@@ -20,7 +21,6 @@ from kvpolicy.core.fold import (
     Evict,
     FoldPlan,
     Refuse,
-    consolidates_next,
     dense_refusal,
     plan_fold,
 )
@@ -321,7 +321,7 @@ def test_consolidation_comes_before_the_reply_could_pass_the_threshold(num_token
     assert plan.consolidates is consolidates
     if consolidates:
         assert plan.steps == (DropTail(424), Consolidate(), Append(num_tokens))
-        assert (plan.ledger.evicted_width, plan.ledger.num_consolidations, plan.ledger.watermark) == (0, 1, -1)
+        assert (plan.ledger.evicted_width, plan.ledger.counts.num_consolidations, plan.ledger.watermark) == (0, 1, -1)
 
 
 def test_eviction_comes_before_consolidation() -> None:
@@ -345,12 +345,16 @@ def test_a_parked_session_is_cut_alike_and_never_consolidates() -> None:
     parked = session().parked()
     plan = fold(parked, limits=limits, resident=False)
     assert plan.steps == (DropTail(1000), evict(1, 2, 112, 688), Append(50))
-    assert (plan.ledger.evicted_width, plan.ledger.watermark, plan.ledger.num_evicted_tokens) == (0, -1, 576)
+    assert (plan.ledger.evicted_width, plan.ledger.watermark, plan.ledger.counts.num_evicted_tokens) == (0, -1, 576)
     assert fold(session(), limits=limits).consolidates
 
 
 def next_one(ledger: SessionLedger, chunk: ChunkShape, limits: SessionLimits) -> bool:
-    return consolidates_next(ledger, chunk, budget=BUDGET, limits=limits, num_computed=ledger.num_tokens)
+    plan = plan_consolidation(ledger, chunk, budget=BUDGET, limits=limits, num_computed=ledger.num_tokens)
+    if plan is None:
+        return False
+    assert plan == FoldPlan((DropTail(ledger.num_tokens), Consolidate()), ledger.consolidated())
+    return True
 
 
 def test_idle_consolidation_looks_one_chunk_ahead() -> None:

@@ -39,7 +39,7 @@ def test_a_session_through_a_reply_an_eviction_and_another_chunk() -> None:
     assert ledger.watermark == 59
     ledger = ledger.evicted(Victims(first=1, last=2, freed=TokenRange(16, 48)), TokenRange(16, 48))
     assert (ledger.num_tokens, ledger.next_position, ledger.watermark) == (28, 60, 59)
-    assert (ledger.evicted_width, ledger.num_evictions, ledger.num_evicted_tokens) == (32, 1, 32)
+    assert (ledger.evicted_width, ledger.counts.num_evictions, ledger.counts.num_evicted_tokens) == (32, 1, 32)
     assert ledger.positions == PositionMap(rope_shift=32)
     ledger = ledger.appended(5)
     assert ledger.num_chunks == 3
@@ -79,16 +79,21 @@ def test_positions_start_again_when_nothing_is_cached() -> None:
     preempted = evicted.preempted()
     assert (preempted.evicted_width, preempted.watermark, preempted.next_position) == (0, -1, 28)
     assert preempted == evolve(evicted, evicted_width=0, watermark=-1)
-    assert evicted.consolidated() == evolve(preempted, num_consolidations=1)
-    assert evicted.parked() == evolve(preempted, num_parks=1)
-    assert evicted.parked().parked().num_parks == 2
+    assert evicted.consolidated() == evolve(preempted, counts=evolve(preempted.counts, num_consolidations=1))
+    assert evicted.parked() == evolve(preempted, counts=evolve(preempted.counts, num_parks=1))
+    assert evicted.parked().parked().counts.num_parks == 2
 
 
-@pytest.mark.parametrize("name", ["num_chunks", "evicted_width", "num_evictions", "num_parks"])
+@pytest.mark.parametrize("name", ["num_chunks", "evicted_width"])
 @pytest.mark.parametrize("value", [-1, True, 1.0, None])
 def test_counts_are_checked(name: str, value: Any) -> None:
     with pytest.raises(PolicyUsageError, match=rf"ledger.{name}: expected an integer >= 0, got {value!r}"):
         SessionLedger(**{"log": SegmentLog(), "num_chunks": 1, name: value})
+
+
+def test_the_counts_of_a_ledger_are_of_their_own_type() -> None:
+    with pytest.raises(PolicyUsageError, match=r"ledger\.counts: expected SessionCounts, got 3"):
+        SessionLedger(log=SegmentLog(), num_chunks=1, counts=3)  # type: ignore[arg-type]
 
 
 def test_the_watermark_is_below_the_next_position() -> None:

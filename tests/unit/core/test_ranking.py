@@ -84,6 +84,7 @@ def test_a_more_important_session_is_never_parked_before_a_less_important_one(
         ({"idle_s": float("nan")}, "session.idle_s: expected a finite number >= 0, got nan"),
         ({"idle_s": float("inf")}, "session.idle_s: expected a finite number >= 0, got inf"),
         ({"idle_s": "1"}, "session.idle_s: expected a finite number >= 0, got '1'"),
+        ({"holds_slot": None}, "session.holds_slot: expected bool, got None"),
         ({"num_blocks": -1}, "session.num_blocks: expected an integer >= 0, got -1"),
     ],
 )

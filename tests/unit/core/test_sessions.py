@@ -142,8 +142,8 @@ def test_a_session_of_five_hundred_chunks_stays_as_small_as_one_of_a_hundred(blo
     early, late = sizes[50:100], sizes[100:]
     assert max(tokens for tokens, _ in late) <= 1024 - 24
     assert max(segments for _, segments in late) <= max(segments for _, segments in early) + 20
-    assert session.ledger.num_evicted_tokens > 25_000
-    assert session.ledger.num_consolidations > 5
+    assert session.ledger.counts.num_evicted_tokens > 25_000
+    assert session.ledger.counts.num_consolidations > 5
 
 
 def test_the_highest_position_is_bounded_over_a_long_session() -> None:
@@ -155,5 +155,5 @@ def test_the_highest_position_is_bounded_over_a_long_session() -> None:
         plan = plan_fold(ledger, ChunkShape(60, 10), budget=budget, limits=limits, num_computed=ledger.num_tokens + 9)
         ledger = plan.ledger
         assert ledger.next_position + 10 - 1 <= 1400
-    assert ledger.num_evicted_tokens > 15_000
-    assert 15 < ledger.num_consolidations < 80
+    assert ledger.counts.num_evicted_tokens > 15_000
+    assert 15 < ledger.counts.num_consolidations < 80

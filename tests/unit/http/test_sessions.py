@@ -8,9 +8,13 @@ import tempfile
 from typing import Any
 
 import pytest
+from attrs import fields_dict
 
 from kvpolicy.adapters.http.port import ImageTurn
-from kvpolicy.core.replies import SessionStats
+from kvpolicy.adapters.http.schemas import FrameReply, StatusReply
+from kvpolicy.client.values import SessionStatus
+from kvpolicy.core.counts import SessionCounts
+from kvpolicy.core.replies import Reply, SessionStats
 from tests.unit.http.serving import PNG, SESSIONS, TEXT, image_bytes, served
 
 
@@ -58,7 +62,7 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 "reply_tokens": 3,
                 "ttft_s": 0.01,
                 "latency_s": 0.02,
-                "evicted_tokens": 0,
+                "num_evicted_tokens": 0,
                 "resident_tokens": 6,
                 "blocks": 1,
                 "consolidated": False,
@@ -75,10 +79,10 @@ def test_a_session_is_opened_fed_asked_and_closed() -> None:
                 "resident_tokens": 6,
                 "blocks": 1,
                 "max_blocks": 128,
-                "evictions": 0,
-                "evicted_tokens": 0,
-                "consolidations": 0,
-                "parks": 0,
+                "num_evictions": 0,
+                "num_evicted_tokens": 0,
+                "num_consolidations": 0,
+                "num_parks": 0,
                 "segments": [{"kind": "anchor", "tokens": 3}, {"kind": "content", "tokens": 3}],
                 "age_s": 7.0,
                 "idle_s": 5.0,
@@ -127,10 +131,18 @@ def test_a_status_shows_every_count_of_the_engine() -> None:
                 num_parks=7,
             )
             status = (await server.http.get(path)).json()
-            names = "reply_tokens resident_tokens blocks evictions evicted_tokens consolidations parks"
+            names = "reply_tokens resident_tokens blocks num_evictions num_evicted_tokens num_consolidations num_parks"
             assert [status[name] for name in names.split()] == [1, 2, 3, 4, 5, 6, 7]
 
     asyncio.run(scenario())
+
+
+def test_counts_have_the_names_that_the_ledger_gives_them() -> None:
+    names = set(fields_dict(SessionCounts))
+    assert names <= set(StatusReply.model_fields)
+    assert names <= set(fields_dict(SessionStats)) & set(fields_dict(SessionStatus))
+    told_with_a_reply = names & set(fields_dict(Reply))
+    assert told_with_a_reply == names & set(FrameReply.model_fields) == {"num_evicted_tokens"}
 
 
 def test_a_model_has_several_names_and_answers_have_the_first() -> None:

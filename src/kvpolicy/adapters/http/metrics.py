@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvpolicy.core.counts import SessionCounts
     from kvpolicy.core.replies import Reply, SessionStats
 
 _PREFIX = "kvpolicy:session_"
@@ -68,12 +69,12 @@ class SessionMetrics:
         self._of("tokens").set(tokens)
         self._of("blocks").set(blocks)
 
-    def answered(self, reply: Reply, *, num_evictions: int, num_consolidations: int) -> None:
-        """Count one reply, and the evictions and consolidations since the one before."""
+    def answered(self, reply: Reply, since_reply: SessionCounts) -> None:
+        """Count one reply, and what was counted since the one before."""
         self._of("chunks").inc()
-        self._of("evictions").inc(num_evictions)
-        self._of("evicted").inc(reply.evicted)
-        self._of("consolidations").inc(num_consolidations)
+        self._of("evictions").inc(since_reply.num_evictions)
+        self._of("evicted").inc(since_reply.num_evicted_tokens)
+        self._of("consolidations").inc(since_reply.num_consolidations)
         self._of("ttft").observe(reply.ttft_s)
         self._of("latency").observe(reply.total_s)
 

@@ -149,7 +149,7 @@ class FrameReply(BaseModel):
     reply_tokens: int
     ttft_s: float = Field(description="From handing the chunk to the engine to the first token of the reply.")
     latency_s: float = Field(description="From handing the chunk to the engine to the end of the reply.")
-    evicted_tokens: int = Field(description="Tokens that this chunk pushed out.")
+    num_evicted_tokens: int = Field(description="Tokens that this chunk pushed out.")
     resident_tokens: int = Field(description="Tokens that the session holds now.")
     blocks: int = Field(description="KV blocks that it holds now.")
     consolidated: bool = Field(description="Whether the kept window was computed anew since the reply before.")
@@ -174,10 +174,10 @@ class StatusReply(BaseModel):
     resident_tokens: int
     blocks: int
     max_blocks: int
-    evictions: int
-    evicted_tokens: int
-    consolidations: int
-    parks: int = Field(description="How often its blocks were lent to others while it was idle.")
+    num_evictions: int
+    num_evicted_tokens: int
+    num_consolidations: int
+    num_parks: int = Field(description="How often its blocks were lent to others while it was idle.")
     segments: list[SegmentBody] = Field(description="What it holds, oldest first.")
     age_s: float
     idle_s: float = Field(description="Time since it was last used; 0 while a chunk is pending.")

@@ -201,11 +201,7 @@ class ServedSession:
         body = reply_body(self.id, flight.index, reply)
         self._pending, self._answered, self.num_frames = None, flight, flight.index + 1
         self._used_s = self._around.clock()
-        self._around.metrics.answered(
-            reply,
-            num_evictions=stats.num_evictions - self._counted.num_evictions,
-            num_consolidations=stats.num_consolidations - self._counted.num_consolidations,
-        )
+        self._around.metrics.answered(reply, stats.since(self._counted))
         self._counted = stats
         self._log.info(events.CHUNK_ANSWERED, **body.model_dump(exclude={"session_id", "text", "stop_reason"}))
         flight.answer(body)

@@ -94,7 +94,7 @@ def _row(number: int, text_tokens: int, reply: Reply, *, position: int, memory: 
         reply_tokens=len(reply.token_ids),
         resident_tokens=reply.resident_tokens,
         num_blocks=reply.num_blocks,
-        evicted=reply.evicted,
+        num_evicted_tokens=reply.num_evicted_tokens,
         consolidated=reply.consolidated,
         next_position=position,
         host_memory_bytes=memory,

@@ -92,7 +92,7 @@ class StockSession:
             ttft_s=(first_s or ended_s) - started_s,
             total_s=ended_s - started_s,
             num_chunk_tokens=len(tokens),
-            evicted=0,
+            num_evicted_tokens=0,
             resident_tokens=self._num_resident,
             num_blocks=blocks_for(self._num_resident, self._block_size),
             consolidated=False,

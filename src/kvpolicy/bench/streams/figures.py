@@ -46,8 +46,8 @@ def summarise(run: Run) -> Summary:
         ttft_late_s=_median([row.ttft_s for row in late]),
         max_resident_tokens=max((row.resident_tokens for row in rows), default=0),
         max_blocks=max((row.num_blocks for row in rows), default=0),
-        num_evictions=sum(row.evicted > 0 for row in rows),
-        num_evicted_tokens=sum(row.evicted for row in rows),
+        num_evictions=sum(row.num_evicted_tokens > 0 for row in rows),
+        num_evicted_tokens=sum(row.num_evicted_tokens for row in rows),
         num_consolidations=sum(row.consolidated for row in rows),
         memory_early_bytes=_median_bytes(early),
         memory_late_bytes=_median_bytes(late),
@@ -76,7 +76,7 @@ def same_replies(ours: Run, stock: Run) -> tuple[int, int]:
 
     Until then both sessions hold the same tokens at the same positions.
     """
-    first_eviction = next((row.chunk for row in ours.rows if row.evicted), len(ours.rows) + 1)
+    first_eviction = next((row.chunk for row in ours.rows if row.num_evicted_tokens), len(ours.rows) + 1)
     pairs = [
         (mine.reply, theirs.reply)
         for mine, theirs in zip(ours.rows, stock.rows, strict=False)

@@ -123,7 +123,7 @@ class ChunkRow:
     reply_tokens: int
     resident_tokens: int
     num_blocks: int
-    evicted: int = 0
+    num_evicted_tokens: int = 0
     consolidated: bool = False
     next_position: int = 0
     host_memory_bytes: int | None = None

@@ -145,7 +145,7 @@ def _own_lines(ours: Run, both: int) -> list[str]:
     if later:
         lines.append(f"ours alone, chunks {both + 1}-{ours.rows[-1].chunk}: TTFT {_spread([r.ttft_s for r in later])}")
     costly = [row.ttft_s for row in ours.rows if row.consolidated]
-    usual = [row.ttft_s for row in ours.rows if row.evicted and not row.consolidated]
+    usual = [row.ttft_s for row in ours.rows if row.num_evicted_tokens and not row.consolidated]
     if costly and usual:
         lines.append(
             f"{len(costly)} chunks with consolidation: TTFT {_spread(costly)}; evicting chunks without: "

@@ -55,7 +55,7 @@ def row_cells(row: ChunkRow, num_consolidations: int) -> tuple[str, ...]:
         shorten(row.reply),
         str(row.resident_tokens),
         str(row.num_blocks),
-        str(row.evicted) if row.evicted else "",
+        str(row.num_evicted_tokens) if row.num_evicted_tokens else "",
         f"{num_consolidations} *" if row.consolidated else str(num_consolidations),
     )
 

@@ -19,7 +19,7 @@ export function drawBar(svg, status, budget, isPast) {
   svg.classList.toggle("past", isPast);
   const segments = status?.segments ?? [];
   const held = sum(segments);
-  const gone = status?.evicted_tokens ?? 0;
+  const gone = status?.num_evicted_tokens ?? 0;
   const scale = Math.max(budget ?? 0, held, 1);
   const share = (tokens, of) => `${(100 * tokens) / of}%`;
   const split = gone + held ? gone / (gone + held) : 0;

@@ -156,18 +156,18 @@ function showReply(turn, pieces, figures, reply) {
     `TTFT ${milliseconds(reply.ttft_s)}`,
     `latency ${milliseconds(reply.latency_s)}`,
     `chunk ${number(reply.chunk_tokens)} + reply ${number(reply.reply_tokens)} tokens`,
-    `evicted ${number(reply.evicted_tokens)}`,
+    `evicted ${number(reply.num_evicted_tokens)}`,
     `resident ${number(reply.resident_tokens)}`,
     `${number(reply.blocks)} blocks`,
   ];
   figures.replaceChildren(...said.map((part) => element("span", "", part)));
-  figures.children[4].classList.toggle("strong", reply.evicted_tokens > 0);
+  figures.children[4].classList.toggle("strong", reply.num_evicted_tokens > 0);
   if (reply.consolidated) figures.append(element("span", "strong", "consolidated"));
   points.push({
     turn: reply.frame_index + 1,
     resident: reply.resident_tokens,
     ttft: Number((1000 * reply.ttft_s).toPrecision(3)),
-    evicted: reply.evicted_tokens > 0,
+    evicted: reply.num_evicted_tokens > 0,
     consolidated: reply.consolidated,
   });
   points = points.slice(-MAX_POINTS);
@@ -240,7 +240,7 @@ function render(state) {
 
   const tokens = drawBar($("bar"), held, session?.budget, status?.state === "ended");
   for (const [kind, count] of Object.entries(tokens)) $(`tokens-${kind}`).textContent = held ? number(count) : "–";
-  for (const name of ["frames", "refused", "evictions", "consolidations", "parks"]) {
+  for (const name of ["frames", "refused", "num_evictions", "num_consolidations", "num_parks"]) {
     $(name).textContent = status ? number(status[name]) : "–";
   }
   $("blocks").textContent = status ? `${number(status.blocks)} of ${number(status.max_blocks)}` : "–";

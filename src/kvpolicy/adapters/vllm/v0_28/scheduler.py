@@ -24,7 +24,7 @@ from kvpolicy.core.budget import SessionLimits
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.events import ChunkRefused
 from kvpolicy.core.fold import Refuse
-from kvpolicy.core.ranking import rank_idle_sessions
+from kvpolicy.core.parking import ParkingPlan, Pressure, WaitingHead, plan_parking
 from kvpolicy.core.spaces import blocks_for
 from kvpolicy.core.states import SessionState
 
@@ -300,32 +300,53 @@ class SessionScheduler(CompactionScheduler):
             self._guarded(request, partial(self.sessions.preempted, record))
 
     def _relieve_pressure(self) -> None:
-        """Park the least valuable sessions if the next request to be scheduled lacks blocks or a slot."""
-        head = self._next_waiting()
-        if head is not None and self._gives_up_consolidation(head):
-            head = self._next_waiting()
-        candidates = {
-            request_id: record
-            for request_id, record in self.sessions.records.items()
-            if record.request is not head and self._can_park(record)
-        }
-        if not candidates:
-            return
-        for request_id in self._parking_victims(head, candidates):
-            record = candidates[request_id]
+        """Park whom the core names; a head whose consolidation is given up makes way for another, so plan again."""
+        plan = self._parking_plan()
+        while plan.given_up is not None:
+            self._give_up_consolidation(self.sessions.records[plan.given_up])
+            plan = self._parking_plan()
+        for request_id in plan.parked:
+            record = self.sessions.records[request_id]
             self._guarded(record.request, partial(self._park, record))
 
-    def _gives_up_consolidation(self, head: Request) -> bool:
-        """Park a session that consolidates ahead of time but lacks the blocks for it; return whether that was done.
+    def _parking_plan(self) -> ParkingPlan:
+        head = self._next_waiting()
+        consolidates = head is not None and self._consolidates(head)
+        candidates = [
+            record for record in self.sessions.records.values() if record.request is not head and self._can_park(record)
+        ]
+        if not candidates and not consolidates:
+            return ParkingPlan()
+        blocks = self.sessions.blocks
+        pressure = Pressure(
+            num_free_blocks=blocks.num_free_blocks(),
+            num_growth_blocks=sum(self._num_lacking_blocks(request) for request in self.running),
+            has_free_slot=len(self.running) + self.num_waiting_for_streaming_input < self.max_num_running_reqs,
+            head=self._as_head(head) if head is not None else None,
+            sessions=tuple(self.sessions.as_idle(record) for record in candidates),
+        )
+        if head is not None and pressure.missing_for_head > 0:
+            # Looked up only where it may decide: a long prompt has thousands of blocks.
+            pressure = pressure.with_shared(self._num_shared_hits(head))
+        return plan_parking(pressure)
 
-        That work can wait for the session's next chunk; it must neither take blocks from others nor keep those behind
-        it waiting.
-        """
-        record = self.sessions.records.get(head.request_id)
-        if record is None or not record.discards_sample or self._missing_blocks(head) <= 0:
-            return False
-        self._leave_waiting(head)
-        return self._guarded(head, partial(self._park_consolidating, record))
+    def _as_head(self, request: Request) -> WaitingHead:
+        # The engine keeps its watermark only beside running requests: alone, the head may take everything.
+        num_reserved = self.sessions.blocks.num_watermark_blocks() if self.running else 0
+        return WaitingHead(
+            request.request_id,
+            num_lacking_blocks=self._num_lacking_blocks(request, num_reserved),
+            consolidates=self._consolidates(request),
+        )
+
+    def _consolidates(self, request: Request) -> bool:
+        record = self.sessions.records.get(request.request_id)
+        return record is not None and record.discards_sample
+
+    def _give_up_consolidation(self, record: SessionRecord) -> None:
+        """Park a session that waits to be consolidated ahead of time, and let it take its next chunk."""
+        self._leave_waiting(record.request)
+        self._guarded(record.request, partial(self._park_consolidating, record))
 
     def _park_consolidating(self, record: SessionRecord) -> None:
         self.sessions.park(record)
@@ -346,31 +367,11 @@ class SessionScheduler(CompactionScheduler):
         holds = self.sessions.blocks.num_blocks(record.request.request_id) > 0
         return holds and (record.state is SessionState.IDLE or waits_with_blocks)
 
-    def _parking_victims(self, head: Request | None, candidates: dict[str, SessionRecord]) -> list[str]:
-        sessions = [self.sessions.as_idle(record) for record in candidates.values()]
-        # Where nothing helps the waiting request, the running ones still come before idle sessions.
-        victims_of = (rank_idle_sessions(sessions, self._missing_blocks(request)) for request in (head, None))
-        victims = [session.request_id for session in next(filter(None, victims_of), ())]
-        slots_taken = len(self.running) + self.num_waiting_for_streaming_input
-        if head is not None and slots_taken >= self.max_num_running_reqs and not victims:
-            idle = [s for s in sessions if candidates[s.request_id].state is SessionState.IDLE]
-            victims = [session.request_id for session in rank_idle_sessions(idle, 1)[:1]]
-        return victims
-
-    def _missing_blocks(self, head: Request | None) -> int:
-        """Blocks that the running requests and the next waiting one need beyond those that are free."""
-        blocks = self.sessions.blocks
-        growth = sum(
-            max(0, self._blocks_of(request) - blocks.num_blocks(request.request_id)) for request in self.running
-        )
-        if head is not None:
-            # The engine keeps its watermark only beside running requests: alone, the head may take everything.
-            watermark = blocks.num_watermark_blocks() if self.running else 0
-            wanted = self._blocks_of(head) + watermark
-            growth += max(0, wanted - blocks.num_blocks(head.request_id))
-        missing = growth - blocks.num_free_blocks()
-        # Looked up only where it may decide: a long prompt has thousands of blocks.
-        return missing - self._num_shared_hits(head) if missing > 0 and head is not None else missing
+    def _num_lacking_blocks(self, request: Request, num_reserved: int = 0) -> int:
+        """Blocks that a request needs beyond those it holds; all that it may ever hold count if it has a policy."""
+        num_tokens = self.compactions.bound(request.request_id) or request.num_tokens
+        held = self.sessions.blocks.num_blocks(request.request_id)
+        return max(0, blocks_for(num_tokens, self.block_size) + num_reserved - held)
 
     def _num_shared_hits(self, request: Request) -> int:
         """Blocks that a waiting request will find in the prefix cache, and that others hold: it takes no free ones."""
@@ -378,10 +379,6 @@ class SessionScheduler(CompactionScheduler):
             return 0
         hit, *_ = self._get_local_prefix_cache_hit(request)
         return self.sessions.blocks.num_shared(hit)
-
-    def _blocks_of(self, request: Request) -> int:
-        """Blocks that hold a request's tokens; all that it may ever hold if it has a policy."""
-        return blocks_for(self.compactions.bound(request.request_id) or request.num_tokens, self.block_size)
 
     def _park(self, record: SessionRecord) -> None:
         if record.state is SessionState.IDLE:

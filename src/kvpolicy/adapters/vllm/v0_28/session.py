@@ -7,6 +7,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Self
 
+from attrs import asdict
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 
@@ -235,6 +236,7 @@ class Session:
         old = self._stats
         refused = report.code is not None
         self._stats = SessionStats(
+            **asdict(report.counts),
             num_chunks=old.num_chunks + (not refused),
             num_refused=old.num_refused + refused,
             num_reply_tokens=old.num_reply_tokens + len(pending.token_ids),
@@ -242,10 +244,6 @@ class Session:
             num_blocks=report.num_blocks,
             num_segments=report.num_segments,
             next_position=report.next_position,
-            num_evictions=report.num_evictions,
-            num_evicted_tokens=report.total_evicted_tokens,
-            num_consolidations=report.num_consolidations,
-            num_parks=report.num_parks,
             num_free_blocks=report.num_free_blocks,
             segments=tuple(SegmentView(*segment) for segment in report.segments),
         )
@@ -277,9 +275,9 @@ def _reply(pending: _Pending, completion: CompletionOutput, report: ChunkReport)
         ttft_s=(pending.first_s or ended_s) - pending.started_s,
         total_s=ended_s - pending.started_s,
         num_chunk_tokens=pending.num_chunk_tokens,
-        evicted=report.evicted,
+        num_evicted_tokens=report.since_reply.num_evicted_tokens,
         resident_tokens=report.resident_tokens,
         num_blocks=report.num_blocks,
-        consolidated=report.consolidated,
+        consolidated=report.since_reply.num_consolidations > 0,
         logprobs=tuple(pending.logprobs),
     )

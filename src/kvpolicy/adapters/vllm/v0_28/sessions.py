@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from kvpolicy.adapters.vllm.v0_28 import engine_state
 from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, ChunkMarker, ChunkReport
+from kvpolicy.core.at_rest import plan_consolidation, plan_park
 from kvpolicy.core.budget import RetentionBudget, SessionLimits, admission_errors
+from kvpolicy.core.counts import SessionCounts
 from kvpolicy.core.errors import EngineContractError, PolicyUsageError
 from kvpolicy.core.events import (
     ChunkFolded,
@@ -32,8 +34,8 @@ from kvpolicy.core.fold import (
     DropTail,
     Evict,
     FoldPlan,
+    Park,
     Refuse,
-    consolidates_next,
     dense_refusal,
     plan_fold,
 )
@@ -49,11 +51,15 @@ if TYPE_CHECKING:
     from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
     from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard
     from kvpolicy.core.ports import EventSink
+    from kvpolicy.core.spaces import TokenRange
 
 
 @define(kw_only=True)
 class SessionRecord:
-    """One live session as the scheduler sees it. Mutable; its size is bounded by the budget."""
+    """One live session as the scheduler sees it. Mutable; its size is bounded by the budget.
+
+    ``reported`` are the counts that the last reply has told of.
+    """
 
     request: Request
     retention: Mapping[str, Any] | None
@@ -63,8 +69,7 @@ class SessionRecord:
     state: SessionState = SessionState.OPENED
     idle_since_s: float = 0.0
     discards_sample: bool = False
-    evicted_since_reply: int = 0
-    consolidated_since_reply: bool = False
+    reported: SessionCounts = field(factory=SessionCounts)
     chunk: int = 0
 
     def advance(self, event: SessionInput) -> None:
@@ -145,8 +150,7 @@ class SessionBook:
         if plan.refusal is not None:
             self._note_refusal(record, plan.refusal)
             return plan.refusal
-        for step in plan.steps:
-            self._carry_out(record, step, update)
+        self._carry_out(record, plan, update)
         record.last_chunk = shape = _shape_of(update)
         record.advance(SessionInput.CHUNK)
         self.events.emit(
@@ -210,23 +214,30 @@ class SessionBook:
         errors = self.request_guard.token_errors("chunk", update.prompt_token_ids or ())
         return Refuse("unusable_chunk", "\n".join(errors)) if errors else None
 
-    def _carry_out(self, record: SessionRecord, step: object, update: StreamingUpdate) -> None:
-        request = record.request
-        block_size = self.limits.block_size
-        match step:
-            case DropTail(keep=keep):
-                engine_state.drop_tail(request, keep, block_size)
-                record.ledger = record.ledger.reply_closed(keep)
-            case Evict(victims=victims):
-                self._evict(record, victims)
-            case Consolidate():
-                self._consolidate(record)
-            case Append(num_tokens=num_tokens, media=media):
-                engine_state.append_chunk(request, update)
-                record.ledger = record.ledger.appended(num_tokens, media=media)
+    def _carry_out(self, record: SessionRecord, plan: FoldPlan, update: StreamingUpdate | None = None) -> None:
+        """Edit the request and its blocks step by step; the ledger that results is the plan's."""
+        request, block_size = record.request, self.limits.block_size
+        for step in plan.steps:
+            match step:
+                case DropTail(keep=keep):
+                    engine_state.drop_tail(request, keep, block_size)
+                case Evict(victims=victims):
+                    self._evict(record, victims.freed)
+                case Consolidate():
+                    self.blocks.release(request)
+                    self.events.emit(
+                        SessionConsolidated(request_id=request.request_id, num_tokens=int(request.num_tokens))
+                    )
+                case Park():
+                    num_blocks = self.blocks.num_blocks(request.request_id)
+                    self.blocks.release(request)
+                    self.events.emit(SessionParked(request_id=request.request_id, num_blocks=num_blocks))
+                case Append():
+                    engine_state.append_chunk(request, update)
+        record.ledger = plan.ledger
 
-    def _evict(self, record: SessionRecord, victims: Any) -> None:
-        request, freed = record.request, victims.freed
+    def _evict(self, record: SessionRecord, freed: TokenRange) -> None:
+        request = record.request
         num_freed = 0
         if record.state is SessionState.IDLE:
             start, end, num_freed = self.blocks.evict_token_range(request.request_id, freed.start, freed.end)
@@ -236,20 +247,9 @@ class SessionBook:
             # Survivors behind the hole attended to what is gone: their blocks must not be found by others.
             self.blocks.withhold(request.request_id)
         engine_state.cut_range(request, freed, self.limits.block_size)
-        record.ledger = record.ledger.evicted(victims, freed)
-        if record.state is SessionState.PARKED:
-            # Nothing is cached, so the hole leaves no gap between positions.
-            record.ledger = record.ledger.preempted()
-        record.evicted_since_reply += freed.width
         self.events.emit(
             RangeEvicted(request_id=request.request_id, start=freed.start, end=freed.end, num_blocks=num_freed)
         )
-
-    def _consolidate(self, record: SessionRecord) -> None:
-        self.blocks.release(record.request)
-        record.ledger = record.ledger.consolidated()
-        record.consolidated_since_reply = True
-        self.events.emit(SessionConsolidated(request_id=record.request.request_id, num_tokens=record.ledger.num_tokens))
 
     def consolidate_if_due(self, record: SessionRecord) -> bool:
         """Start the idle consolidation of a session if its next chunk would need one; return whether it was started.
@@ -258,14 +258,16 @@ class SessionBook:
         """
         if record.state is not SessionState.IDLE or record.budget is None:
             return False
-        keep = self._num_kept(record)
-        if not consolidates_next(
-            record.ledger, record.last_chunk, budget=record.budget, limits=self.limits, num_computed=keep
-        ):
+        plan = plan_consolidation(
+            record.ledger,
+            record.last_chunk,
+            budget=record.budget,
+            limits=self.limits,
+            num_computed=self._num_kept(record),
+        )
+        if plan is None:
             return False
-        engine_state.drop_tail(record.request, keep, self.limits.block_size)
-        record.ledger = record.ledger.reply_closed(keep)
-        self._consolidate(record)
+        self._carry_out(record, plan)
         record.discards_sample = True
         record.advance(SessionInput.CONSOLIDATE)
         return True
@@ -278,16 +280,10 @@ class SessionBook:
 
     def park(self, record: SessionRecord) -> None:
         """Free every block of a session that is not running; its tokens stay, to be computed with its next chunk."""
-        num_blocks = self.blocks.num_blocks(record.request.request_id)
-        if record.state is SessionState.IDLE:
-            keep = self._num_kept(record)
-            engine_state.drop_tail(record.request, keep, self.limits.block_size)
-            record.ledger = record.ledger.reply_closed(keep)
-        self.blocks.release(record.request)
+        closes_reply = record.state is SessionState.IDLE
+        self._carry_out(record, plan_park(record.ledger, num_computed=self._num_kept(record) if closes_reply else None))
         record.discards_sample = False
-        record.ledger = record.ledger.parked()
         record.advance(SessionInput.PARK)
-        self.events.emit(SessionParked(request_id=record.request.request_id, num_blocks=num_blocks))
 
     def preempted(self, record: SessionRecord) -> None:
         """Note that the engine took a running session's blocks: it is computed again, with dense positions."""
@@ -307,24 +303,20 @@ class SessionBook:
 
     def report(self, record: SessionRecord, refusal: Refuse | None = None) -> ChunkReport:
         """Return the report of the chunk that has just been answered (or refused)."""
-        evicted, consolidated = 0, False
-        if refusal is None:
-            evicted, record.evicted_since_reply = record.evicted_since_reply, 0
-            consolidated, record.consolidated_since_reply = record.consolidated_since_reply, False
         ledger = record.ledger
+        since_reply = SessionCounts()
+        if refusal is None:
+            since_reply = ledger.counts.since(record.reported)
+            record.reported = ledger.counts
         return ChunkReport(
             chunk=record.chunk,
             resident_tokens=record.request.num_computed_tokens,
             num_blocks=self.blocks.num_blocks(record.request.request_id),
-            evicted=evicted,
-            consolidated=consolidated,
+            counts=ledger.counts,
+            since_reply=since_reply,
             next_position=record.request.num_computed_tokens + ledger.evicted_width,
             num_segments=len(ledger.log.segments),
             num_free_blocks=self.blocks.num_free_blocks(),
-            total_evicted_tokens=ledger.num_evicted_tokens,
-            num_evictions=ledger.num_evictions,
-            num_consolidations=ledger.num_consolidations,
-            num_parks=ledger.num_parks,
             segments=_views(ledger, record.request.num_computed_tokens),
             code=refusal.code if refusal else None,
             message=refusal.message if refusal else None,
@@ -358,6 +350,7 @@ class SessionBook:
             priority=record.request.priority,
             idle_s=0.0 if waits else time.monotonic() - record.idle_since_s,
             num_blocks=self.blocks.num_blocks(record.request.request_id),
+            holds_slot=not waits,
         )
 
     def _num_kept(self, record: SessionRecord) -> int:

@@ -12,6 +12,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import InputStreamError
 
 from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY, STOP_PREFIX, ChunkMarker, ChunkReport
+from kvpolicy.core.counts import SessionCounts
 from kvpolicy.core.errors import SessionFailedError
 
 if TYPE_CHECKING:
@@ -107,8 +108,7 @@ class InputStream:
         report = evolve(
             self.replies.last_report or ChunkReport(),
             chunk=self.num_chunks,
-            evicted=0,
-            consolidated=False,
+            since_reply=SessionCounts(),
             code=refusal.code,
             message=refusal.message,
         )

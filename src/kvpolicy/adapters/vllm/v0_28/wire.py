@@ -12,6 +12,8 @@ from attrs import asdict, evolve, field, frozen
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvpolicy.core.counts import SessionCounts
+
 if TYPE_CHECKING:
     from kvpolicy.core.compaction import CompactionEvent
 
@@ -199,24 +201,19 @@ class CompactionResult:
 class ChunkReport:
     """What the scheduler says about one chunk when its reply has ended (or the chunk was refused).
 
-    Token and block counts are those of the session at that moment; ``evicted`` counts the tokens that left since the
-    reply before, and ``consolidated`` says whether the window was computed anew since then; ``segments`` are the kind
-    and length of each, oldest first, with the tokens of the newest reply last; ``code`` and ``message`` are set on
-    refusal or failure.
+    Token and block counts are those of the session at that moment; ``counts`` are those of its life, ``since_reply``
+    those since the reply before (a refusal tells of none); ``segments`` are the kind and length of each, oldest first,
+    with the tokens of the newest reply last; ``code`` and ``message`` are set on refusal or failure.
     """
 
     chunk: int = 0
     resident_tokens: int = 0
     num_blocks: int = 0
-    evicted: int = 0
-    consolidated: bool = False
+    counts: SessionCounts = field(factory=SessionCounts)
+    since_reply: SessionCounts = field(factory=SessionCounts)
     next_position: int = 0
     num_segments: int = 0
     num_free_blocks: int = 0
-    total_evicted_tokens: int = 0
-    num_evictions: int = 0
-    num_consolidations: int = 0
-    num_parks: int = 0
     segments: tuple[tuple[str, int], ...] = ()
     code: str | None = None
     message: str | None = None
@@ -229,4 +226,7 @@ class ChunkReport:
     def from_wire(cls, params: Mapping[str, Any] | None) -> ChunkReport | None:
         """Return the report of an output message, or None if it carries none."""
         value = (params or {}).get(INTERNAL_KEY)
-        return cls(**value) if isinstance(value, Mapping) and TOTALS_KEY not in value else None
+        if not isinstance(value, Mapping) or TOTALS_KEY in value:
+            return None
+        counts = {name: SessionCounts(**value[name]) for name in ("counts", "since_reply") if name in value}
+        return cls(**{**value, **counts})
