@@ -61,17 +61,6 @@ def alibi_falcon(folder: Path) -> Path:
     return random_model(folder, FalconForCausalLM(config), tokenizer)
 
 
-def alibi_bloom(folder: Path) -> Path:
-    """Write a Bloom, which has ALiBi and nothing else; its configuration says that it has rotary embeddings."""
-    from transformers import BloomConfig, BloomForCausalLM
-
-    tokenizer = tiny_tokenizer()
-    config = BloomConfig(
-        **_SMALL, **_special(tokenizer), n_head=4, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
-    )
-    return random_model(folder, BloomForCausalLM(config), tokenizer)
-
-
 def capped_gemma2(folder: Path) -> Path:
     """Write a Gemma 2 with full attention in every layer, whose attention logits are bent towards +-2."""
     from transformers import Gemma2Config, Gemma2ForCausalLM

@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
+from kvpolicy.adapters.vllm.v0_28.guards import start_errors
 from kvpolicy.adapters.vllm.v0_28.loaded_model import loaded_model_errors, usable_rows
 from kvpolicy.adapters.vllm.v0_28.position_limit import position_errors, position_limit
 from kvpolicy.core.errors import PolicyUsageError
@@ -144,19 +145,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_type_whose_rows_are_not_known_is_refused_by_name(
     tiny_model: Path, rope: dict[str, Any], reason: str
 ) -> None:
-    config = configuration(tiny_model, rope)
-    [error] = position_errors(config)
+    [error] = start_errors(configuration(tiny_model, rope), ["sessions"])
     assert error.startswith(f"--model {tiny_model}: ")
     assert reason in error
-    with pytest.raises(PolicyUsageError, match=r"--model"):
-        position_limit(config)
+
+
+def test_the_limit_of_a_type_that_is_not_known_is_not_guessed(tiny_model: Path) -> None:
+    with pytest.raises(PolicyUsageError, match="scaling of type 'nonsense'"):
+        position_limit(configuration(tiny_model, REFUSED["unknown"][0]))
 
 
 def test_dual_chunk_attention_is_refused_by_name(tiny_model: Path) -> None:
+    """A row of its tables depends on more than the position."""
     config = configuration(tiny_model, {})
     config.model_config.hf_text_config.dual_chunk_attention_config = {"chunk_size": 64, "local_size": 8}
-    [error] = position_errors(config)
-    assert "dual_chunk_attention_config" in error
+    [error] = start_errors(config, ["sessions"])
+    assert "dual chunk attention" in error
 
 
 def test_the_shortest_table_of_several_is_the_limit(tiny_model: Path) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvpolicy.adapters.vllm import LLM
 from kvpolicy.adapters.vllm.v0_28.refusals import notes_path, reasons_of_processes, refuse
 from kvpolicy.core.errors import PolicyUsageError
 
@@ -42,6 +41,9 @@ def test_the_reasons_of_all_processes_arrive_once_each() -> None:
 
 def test_the_offline_facade_raises_what_its_processes_say(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the stock class, which would load vLLM in each process: one that fails as it does."""
+    # Not above: the processes import this module.
+    from kvpolicy.adapters.vllm import LLM
+
     monkeypatch.setattr("vllm.LLM.__init__", lambda *_, **__: fail("of a worker"))
     with pytest.raises(PolicyUsageError) as caught:
         LLM(str(tiny_model), kv_cache_policy="off", max_model_len=512)

@@ -36,14 +36,10 @@ def position_limit(config: VllmConfig) -> int:
 
 
 def position_errors(config: VllmConfig) -> tuple[str, ...]:
-    """Return why the model's positions cannot be used; empty if they can."""
+    """Return why the positions of a model with rotary embeddings cannot be used; empty if they can."""
     model = config.model_config
-    name = f"--model {model.model}"
-    if model.uses_mrope or model.uses_xdrope_dim > 0:
-        return (f"{name}: multi-dimensional RoPE is not supported yet",)
-    reasons = [f"{name}: rotary position embeddings are needed, got {what}" for what in _unknown(config)]
-    if reasons:
-        return tuple(reasons)
+    if unknown := list(_unknown(config)):
+        return tuple(f"--model {model.model}: rotary position embeddings are needed, got {what}" for what in unknown)
     return tuple(
         f"--max-model-len {model.max_model_len}: expected at most {int(rows)}, for which the model's rotary embedding "
         f"({kind}) has rows; vLLM would read others beyond them"
@@ -53,12 +49,7 @@ def position_errors(config: VllmConfig) -> tuple[str, ...]:
 
 
 def _unknown(config: VllmConfig) -> Iterator[str]:
-    """Yield what the configuration asks for and what is not listed here."""
-    text = config.model_config.hf_text_config
-    if getattr(text, "alibi", False):
-        yield "ALiBi (alibi)"
-    if getattr(text, "dual_chunk_attention_config", None):
-        yield "dual chunk attention (dual_chunk_attention_config), where a row depends on more than the position"
+    """Yield what the configuration asks for and is not listed here."""
     for rope in _embeddings(config):
         if rope.get("use_fope"):
             yield "Fourier position embeddings (use_fope), whose table is made anew at the first step"
