@@ -31,7 +31,7 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint unit integration client bench model clean
+.PHONY: help demo serve test check lint unit integration client bench model lines clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -77,6 +77,9 @@ bench: $(ENGINE_READY) ## measure how sessions grow, stock against bounded
 
 model: $(ENGINE_READY) ## prepare the demo model in the user cache folder
 	@$(VENV)/bin/kvpolicy model
+
+lines: ## files and lines that a new vLLM version writes, and those that it does not touch
+	@$(PYTHON) scripts/count_lines.py
 
 clean: ## remove the environments and caches (not the model: see kvpolicy model --help)
 	rm -rf $(VENV) $(CORE) build dist src/*.egg-info .coverage .hypothesis .import_linter_cache .mypy_cache \

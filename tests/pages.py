@@ -72,8 +72,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Return every page: the README, the changelog, and all of docs/."""
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+    """Return every page: the README, the changelog, the page for contributors, and all of docs/."""
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[Block]:

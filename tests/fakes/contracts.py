@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
+    from kvpolicy.adapters.vllm.v0_28.scheduler.block_tables import EngineBlocks
 
 BlockTableMaker = Callable[[Mapping[str, int]], "EngineBlocks"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from kvpolicy.adapters.http.port import EngineFacts, ImageTurn
 from kvpolicy.core.budget import RetentionBudget, SessionLimits
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
 from kvpolicy.core.replies import Reply, SegmentView, SessionStats
+from kvpolicy.core.session_port import EngineFacts, ImageTurn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,15 +17,15 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
-from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
-from kvpolicy.adapters.vllm.v0_28.wire import (
+from kvpolicy.adapters.vllm.shared.messages import (
     INTERNAL_KEY,
     RETENTION_KEY,
     ChunkReport,
     CompactionTotals,
     RequestKey,
 )
+from kvpolicy.adapters.vllm.shared.options import POLICY_KEY
+from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
 from kvpolicy.core.states import SessionState
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from vllm.renderers.registry import renderer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpolicy.adapters.vllm import ChatFormat
-from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
-from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+from kvpolicy.adapters.vllm.shared.turns import TurnEncoder
+from kvpolicy.adapters.vllm.v0_28.server.process import parsed, server_config
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.serving import SERVE_FLAGS
 from tests.chat_templates import CAN_BE_CUT, CANNOT_BE_CUT, CHATML, GEMMA, PARTS, Style
 from tests.pages import DOCS, first_names
 
@@ -84,7 +85,7 @@ def test_a_first_turn_has_the_tokens_of_the_chat_route(
 ) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ 'From a file.\n' }}" + CHATML, encoding="utf-8")
-    args = parsed(["model", *(str(file) if flag == "FILE" else flag for flag in flags)])[0]
+    args = parsed(["model", *(str(file) if flag == "FILE" else flag for flag in flags)], SERVE_FLAGS)[0]
     route = OnlineRenderer(
         renderer.model_config,
         renderer,
@@ -286,12 +287,12 @@ def test_every_flag_that_sessions_would_not_follow_is_refused_by_name_at_once(ti
     usual = [str(tiny_model), "--max-model-len", "512", "--max-num-seqs", "8"]
     for name, flags in REFUSED.items():
         with pytest.raises(PolicyUsageError) as caught:
-            server_config(*parsed([*usual, "--enable-streaming", *flags.split()]))
+            server_config(*parsed([*usual, "--enable-streaming", *flags.split()], SERVE_FLAGS))
         assert any(reason.startswith(name) for reason in caught.value.reasons), caught.value.reasons
         # A server with a policy only has the chat route and no other.
     rest = " ".join(flags for name, flags in REFUSED.items() if name != "--reasoning-parser deepseek_r1")
     with pytest.raises(PolicyUsageError) as caught:
-        server_config(*parsed([*usual, "--enable-streaming", *rest.split()]))
+        server_config(*parsed([*usual, "--enable-streaming", *rest.split()], SERVE_FLAGS))
     assert len([reason for reason in caught.value.reasons if reason.startswith(tuple(REFUSED))]) == len(REFUSED) - 1
 
 
@@ -299,5 +300,5 @@ def test_what_no_session_is_affected_by_is_not_refused(tiny_model: Path) -> None
     usual = [str(tiny_model), "--max-model-len", "512", "--max-num-seqs", "8"]
     harmless = '--generation-config vllm --override-generation-config {"eos_token_id":5} --response-role bot'
     tools = "--enable-auto-tool-choice --tool-call-parser hermes --enable-force-include-usage"
-    server_config(*parsed([*usual, "--enable-streaming", *harmless.split(), *tools.split()]))
-    server_config(*parsed([*usual, "--kv-cache-policy", "randkv", "--reasoning-parser", "qwen3"]))
+    server_config(*parsed([*usual, "--enable-streaming", *harmless.split(), *tools.split()], SERVE_FLAGS))
+    server_config(*parsed([*usual, "--kv-cache-policy", "randkv", "--reasoning-parser", "qwen3"], SERVE_FLAGS))

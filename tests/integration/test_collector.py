@@ -10,7 +10,7 @@ from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS, BoundaryCollector
+from kvpolicy.adapters.vllm.v0_28.frontend.boundary_collector import MAX_OPEN_CHUNKS, BoundaryCollector
 
 
 def only_ours_passes(reason: str, *, raises: Any = AssertionError) -> list[object]:

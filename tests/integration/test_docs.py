@@ -12,7 +12,7 @@ import pytest
 
 from kvpolicy.adapters import vllm as adapter
 from kvpolicy.adapters.vllm import LLM, AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, policy_arguments
+from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config, policy_arguments
 from tests.models import tiny_llama
 from tests.pages import ROOT, Block, python_blocks, python_pages
 

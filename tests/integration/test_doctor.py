@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpolicy.adapters.vllm.v0_28 import doctor
+from kvpolicy.adapters.vllm.v0_28.server import doctor
 from kvpolicy.core.errors import EngineContractError
+from kvpolicy.serving import diagnose
 from tests.integration.server_process import COMMAND
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvpolicy.adapters.vllm.diagnosis import Diagnosis
+    from kvpolicy.adapters.vllm.shared.diagnosis import Diagnosis
 
 USUAL = ("--max-model-len", "512")
 
@@ -53,7 +54,7 @@ def test_the_command_says_what_works(tiny_model: Path) -> None:
 
 
 def test_without_a_model_the_engine_alone_is_looked_at() -> None:
-    diagnosis = doctor.diagnose(())
+    diagnosis = diagnose(())
     assert diagnosis.is_good
     assert reasons(diagnosis) == ("", "")
     assert "none given" in {fact.name: fact.found for fact in diagnosis.facts}["model"]
@@ -66,36 +67,36 @@ def test_a_missing_compiler_is_a_reason_and_can_be_made_unneeded(
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     compiler = tmp_path / "our-c++"
     monkeypatch.setenv("CXX", str(compiler))
-    diagnosis = doctor.diagnose(("--enable-streaming",))
+    diagnosis = diagnose(("--enable-streaming",))
     assert not diagnosis.is_good
     for text in reasons(diagnosis):
         assert all(part in text for part in (f"expected {compiler}", "CXX", "TORCH_COMPILE_DISABLE=1"))
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    assert reasons(doctor.diagnose(())) == ("", "")
+    assert reasons(diagnose(())) == ("", "")
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     compiler.write_text("#!/bin/sh\n", encoding="utf-8")
     compiler.chmod(0o755)
-    diagnosis = doctor.diagnose(())
+    diagnosis = diagnose(())
     assert reasons(diagnosis) == ("", "")
     assert {fact.name: fact.found for fact in diagnosis.facts}["C++ compiler"] == str(compiler)
 
 
 @pytest.mark.parametrize("num_stages", ["1", "2"])
 def test_the_layers_of_a_model_are_those_of_all_stages(tiny_model: Path, num_stages: str) -> None:
-    diagnosis = doctor.diagnose((str(tiny_model), *USUAL, "--pipeline-parallel-size", num_stages))
+    diagnosis = diagnose((str(tiny_model), *USUAL, "--pipeline-parallel-size", num_stages))
     assert "; 2 layers, " in {fact.name: fact.found for fact in diagnosis.facts}["model"]
 
 
 def test_what_is_not_installed_is_a_reason_against_sessions_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
-    sessions, policies = reasons(doctor.diagnose(()))
+    sessions, policies = reasons(diagnose(()))
     assert "kvpolicy[server]" in sessions
     assert policies == ""
 
 
 def test_every_reason_comes_at_once_and_to_whom_it_belongs(tiny_model: Path) -> None:
     flags = "--max-num-seqs 1 --api-server-count 2 --enable-streaming --max-sessions 5 --kv-cache-policy nonsense"
-    diagnosis = doctor.diagnose((str(tiny_model), *USUAL, *flags.split(), "--kv-cache-dtype", "fp8"))
+    diagnosis = diagnose((str(tiny_model), *USUAL, *flags.split(), "--kv-cache-dtype", "fp8"))
     sessions, policies = reasons(diagnosis)
     assert not diagnosis.is_good
     assert all(part in sessions for part in ("--max-num-seqs 1", "--api-server-count 2", "--max-sessions"))
@@ -106,7 +107,7 @@ def test_every_reason_comes_at_once_and_to_whom_it_belongs(tiny_model: Path) -> 
 
 def test_a_wrong_flag_of_ours_hides_nothing_else(tiny_model: Path) -> None:
     flags = "--session-idle-timeout-s 0 --max-num-seqs 1 --enable-streaming"
-    sessions, policies = reasons(doctor.diagnose((str(tiny_model), *USUAL, *flags.split())))
+    sessions, policies = reasons(diagnose((str(tiny_model), *USUAL, *flags.split())))
     assert "--session-idle-timeout-s" in policies
     assert all(part in sessions for part in ("--session-idle-timeout-s", "--max-num-seqs 1"))
 
@@ -120,7 +121,7 @@ def test_a_wrong_flag_of_ours_hides_nothing_else(tiny_model: Path) -> None:
     ids=["sliding window", "unknown architecture"],
 )
 def test_models_that_cannot_be(tiny_model: Path, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    diagnosis = doctor.diagnose((changed(tiny_model, tmp_path / "model", **changes), *USUAL))
+    diagnosis = diagnose((changed(tiny_model, tmp_path / "model", **changes), *USUAL))
     assert not diagnosis.is_good
     assert all(reason in text for text in reasons(diagnosis)), diagnosis
 
@@ -131,8 +132,8 @@ def test_a_layout_that_is_not_understood_is_a_reason_against_policies_only(
     def refuse(**_: object) -> None:
         raise EngineContractError("expected one packing, got another")
 
-    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.layout_probe.probe_cpu_layout", refuse)
-    assert doctor.diagnose((str(tiny_model), *USUAL, "--enable-streaming")).is_good
-    diagnosis = doctor.diagnose((str(tiny_model), *USUAL))
+    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.worker.layout_probe.probe_cpu_layout", refuse)
+    assert diagnose((str(tiny_model), *USUAL, "--enable-streaming")).is_good
+    diagnosis = diagnose((str(tiny_model), *USUAL))
     assert not diagnosis.is_good
     assert reasons(diagnosis) == ("", "expected one packing, got another")

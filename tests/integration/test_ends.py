@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvpolicy.adapters.vllm.v0_28.wire import ChunkMarker
+from kvpolicy.adapters.vllm.shared.messages import ChunkMarker
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession
 from tests.integration.replay import random_chunks

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from attrs import define, field, frozen
 
-from kvpolicy.adapters.vllm.v0_28 import engine_state
-from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
+from kvpolicy.adapters.vllm.shared.session_book import SessionBook, SessionRecord
+from kvpolicy.adapters.vllm.v0_28.scheduler import request_tokens
 from kvpolicy.core.events import RangeEvicted, SessionPreempted
 from tests.integration.engine import SteppedEngine, SteppedSession, greedy
 from tests.integration.replay import random_chunks
@@ -183,13 +183,13 @@ def shift_later_chunks_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def append_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = engine_state.append_chunk
+    right = request_tokens.append_chunk
 
     def append(request: Any, update: Any) -> None:
         right(request, update)
         right(request, update)
 
-    monkeypatch.setattr(engine_state, "append_chunk", append)
+    monkeypatch.setattr(request_tokens, "append_chunk", append)
 
 
 @pytest.mark.parametrize("fault", [keep_the_last_token, shift_later_chunks_by_one, append_twice])

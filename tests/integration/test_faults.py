@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvpolicy.adapters.vllm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
+from kvpolicy.adapters.vllm.v0_28.frontend.boundary_collector import MAX_OPEN_CHUNKS
 from kvpolicy.core.errors import PolicyUsageError, SessionFailedError
 from tests.integration.live import PATIENCE_S, engine_options, exact, late_chunk, num_missing_blocks, ordinary
 from tests.integration.replay import random_chunks

@@ -11,10 +11,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from kvpolicy.adapters.vllm import adapter_package
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
-from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, compaction_errors, config_errors
-from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard
-from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, PrivateName, surface_errors
+from kvpolicy.adapters.vllm.shared.request_guards import RequestGuard
+from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
+from kvpolicy.adapters.vllm.v0_28.startup.guards import cache_errors, compaction_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.startup.surface import SURFACE, PrivateName, surface_errors
 from kvpolicy.core.errors import PolicyUsageError, UnsupportedEngineError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_the_surface_check_notices_what_is_gone_and_what_has_changed(monkeypatch
         PrivateName(module=scheduler, owner="Scheduler", name="nonsense"),
         PrivateName(module=scheduler, owner="Nobody", name="nonsense"),
     )
-    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.surface.SURFACE", wrong)
+    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.startup.surface.SURFACE", wrong)
     errors = surface_errors()
     assert len(errors) == 4
     assert "throttle_prefills" in errors[0]
@@ -53,8 +53,11 @@ def test_only_known_versions_are_taken() -> None:
 
 def test_a_good_configuration_passes_with_our_classes_in_it(tiny_model: Path) -> None:
     config = checked_config(options(tiny_model), max_sessions=3)
-    assert config.scheduler_config.scheduler_cls == "kvpolicy.adapters.vllm.v0_28.scheduler.SessionScheduler"
-    assert config.parallel_config.worker_cls == "kvpolicy.adapters.vllm.v0_28.worker.PolicyCPUWorker"
+    assert (
+        config.scheduler_config.scheduler_cls
+        == "kvpolicy.adapters.vllm.v0_28.scheduler.session_scheduler.SessionScheduler"
+    )
+    assert config.parallel_config.worker_cls == "kvpolicy.adapters.vllm.v0_28.worker.workers.PolicyCPUWorker"
     assert config.scheduler_config.async_scheduling is False
     assert config.additional_config["kvpolicy"] == {"max_sessions": 3}
 

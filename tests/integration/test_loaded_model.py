@@ -13,11 +13,11 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 
+from kvpolicy.adapters.vllm.shared.refusals import notes_path
 from kvpolicy.adapters.vllm.v0_28 import runner as worker_runner
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
-from kvpolicy.adapters.vllm.v0_28.layouts import make_compactor
-from kvpolicy.adapters.vllm.v0_28.loaded_model import loaded_model_errors
-from kvpolicy.adapters.vllm.v0_28.refusals import notes_path
+from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
+from kvpolicy.adapters.vllm.v0_28.worker.loaded_model import loaded_model_errors
+from kvpolicy.adapters.vllm.v0_28.worker.make_compactor import make_compactor
 from kvpolicy.cli.serve import run_serve
 from kvpolicy.core.errors import EngineContractError, PolicyUsageError
 from tests.integration.engine import SteppedEngine, SteppedSession
@@ -135,7 +135,7 @@ def test_a_falcon_with_alibi_is_refused_before_its_weights_are_loaded(tmp_path: 
 def test_a_falcon_with_alibi_is_refused_by_its_layers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if its configuration said nothing: what the attention layers got is enough."""
     model = alibi_falcon(tmp_path)
-    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.guards.model_errors", lambda *_: ())
+    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.startup.guards.model_errors", lambda *_: ())
     with pytest.raises(PolicyUsageError) as caught:
         SteppedEngine(model)
     slopes, rotary = caught.value.reasons
@@ -210,7 +210,7 @@ def test_the_reasons_pass_from_two_workers_through_the_engine_to_what_the_server
 
     As if the configuration said nothing, in this process: those of the engine are whole.
     """
-    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.guards.model_errors", lambda *_: ())
+    monkeypatch.setattr("kvpolicy.adapters.vllm.v0_28.startup.guards.model_errors", lambda *_: ())
     model = alibi_falcon(tmp_path)
     flags = "--enable-streaming --max-model-len 512 --max-num-seqs 8 --enforce-eager --dtype float32 --port 0"
     more = "--tensor-parallel-size 2 --num-gpu-blocks-override 100 --kv-cache-memory-bytes 268435456 --block-size 16"

@@ -27,16 +27,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpolicy.adapters.vllm.v0_28 import engine_args
-from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.doctor import diagnose
-from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
-from kvpolicy.adapters.vllm.v0_28.guards import compaction_errors, config_errors
-from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
-from kvpolicy.adapters.vllm.v0_28.layouts import make_compactor
-from kvpolicy.adapters.vllm.v0_28.llm import LLM
-from kvpolicy.adapters.vllm.v0_28.model_guards import layer_errors, model_errors
-from kvpolicy.adapters.vllm.v0_28.server import parsed, server_config
+from kvpolicy.adapters.vllm.v0_28.frontend.async_llm import AsyncLLM
+from kvpolicy.adapters.vllm.v0_28.frontend.llm import LLM
+from kvpolicy.adapters.vllm.v0_28.server.process import parsed, server_config
+from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
+from kvpolicy.adapters.vllm.v0_28.startup.guards import compaction_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.startup.kv_spec import BoundedAttentionSpec
+from kvpolicy.adapters.vllm.v0_28.startup.model_guards import layer_errors, model_errors
+from kvpolicy.adapters.vllm.v0_28.worker.make_compactor import make_compactor
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.serving import SERVE_FLAGS, diagnose
 from tests.integration.engine import SteppedEngine
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_every_facade_says_so_before_anything_is_loaded(
         f"--model {model}: kv_cache_policy: {reason}"
     ]
     arguments = (model, *FLAGS, "--enable-streaming", "--kv-cache-policy", "randkv")
-    assert refused(lambda: server_config(*parsed(arguments))) == [
+    assert refused(lambda: server_config(*parsed(arguments, SERVE_FLAGS))) == [
         f"--model {model}: sessions and kv_cache_policy: {reason}"
     ]
     said = [list(verdict.reasons) for verdict in diagnose((model, *FLAGS)).verdicts]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpolicy.adapters.vllm.v0_28.sessions import SessionBook, SessionRecord
+from kvpolicy.adapters.vllm.shared.session_book import SessionBook, SessionRecord
 from tests.integration.engine import Answer, SteppedEngine, SteppedSession, greedy
 from tests.integration.oracle import Oracle
 from tests.integration.replay import Replay, random_chunks

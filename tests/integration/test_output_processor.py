@@ -11,9 +11,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
-from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters
-from kvpolicy.adapters.vllm.v0_28.output_processor import SessionOutputProcessor
+from kvpolicy.adapters.vllm.shared.metrics import CompactionCounters
+from kvpolicy.adapters.vllm.v0_28.frontend.boundary_collector import BoundaryCollector
+from kvpolicy.adapters.vllm.v0_28.frontend.output_processor import SessionOutputProcessor
 
 
 def parts(kind: str) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvpolicy.adapters.vllm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.collector import MAX_OPEN_CHUNKS
+from kvpolicy.adapters.vllm.v0_28.frontend.boundary_collector import MAX_OPEN_CHUNKS
 from tests.integration.live import engine_options, exact, num_missing_blocks, ordinary
 from tests.models import SPECIAL_TOKENS, VOCAB_SIZE, echo_llama, successor
 

@@ -12,9 +12,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from kvpolicy.adapters.vllm.v0_28.guards import start_errors
-from kvpolicy.adapters.vllm.v0_28.loaded_model import loaded_model_errors, usable_rows
-from kvpolicy.adapters.vllm.v0_28.position_limit import position_errors, position_limit
+from kvpolicy.adapters.vllm.v0_28.startup.guards import start_errors
+from kvpolicy.adapters.vllm.v0_28.startup.position_limit import position_errors, position_limit
+from kvpolicy.adapters.vllm.v0_28.worker.loaded_model import loaded_model_errors, usable_rows
 from kvpolicy.core.errors import PolicyUsageError
 from tests.integration.engine import SteppedEngine, SteppedSession
 from tests.integration.oracle import Oracle

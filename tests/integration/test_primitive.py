@@ -13,7 +13,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvpolicy.adapters.vllm.v0_28.engine_state import _WITHHELD, EngineBlocks, cut_range
+from kvpolicy.adapters.vllm.v0_28.scheduler.block_tables import _WITHHELD, EngineBlocks
+from kvpolicy.adapters.vllm.v0_28.scheduler.request_tokens import cut_range
 from kvpolicy.core.errors import EngineContractError, InvariantError
 from kvpolicy.core.spaces import TokenRange
 from tests.fakes.contracts import check_block_table

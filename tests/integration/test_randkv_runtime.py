@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
-from kvpolicy.adapters.vllm.v0_28.wire import RequestKey
+from kvpolicy.adapters.vllm.shared.messages import RequestKey
+from kvpolicy.adapters.vllm.shared.options import POLICY_KEY
 from tests.integration.engine import Answer, SteppedEngine, SteppedSession, greedy
 from tests.integration.replay import random_chunks
 

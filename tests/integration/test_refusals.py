@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvpolicy.adapters.vllm.v0_28.refusals import notes_path, reasons_of_processes, refuse
+from kvpolicy.adapters.vllm.shared.refusals import notes_path, reasons_of_processes, refuse
 from kvpolicy.core.errors import PolicyUsageError
 
 if TYPE_CHECKING:

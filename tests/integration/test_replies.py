@@ -13,7 +13,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL
+from kvpolicy.adapters.vllm.shared.messages import TERMINAL
 from kvpolicy.core.events import RangeEvicted
 from kvpolicy.core.states import SessionState
 from tests.integration.engine import SteppedEngine, SteppedSession

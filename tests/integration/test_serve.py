@@ -20,10 +20,10 @@ import httpx
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kvpolicy.adapters.vllm.v0_28.doctor import diagnose
-from kvpolicy.adapters.vllm.v0_28.server import expect_the_end, parsed, server_config
-from kvpolicy.adapters.vllm.v0_28.server_guards import media_errors, process_errors
+from kvpolicy.adapters.vllm.v0_28.server.process import expect_the_end, parsed, server_config
+from kvpolicy.adapters.vllm.v0_28.server.server_guards import media_errors, process_errors
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.serving import SERVE_FLAGS, diagnose
 from tests.integration.server_process import COMMAND, ServerProcess, running, starting
 from tests.models import CHAT_TEMPLATE
 
@@ -500,7 +500,7 @@ def test_a_user_error_shows_all_reasons_and_loads_nothing(tiny_model: Path) -> N
 
 def refused(*flags: str) -> str:
     with pytest.raises(PolicyUsageError) as caught:
-        server_config(*parsed(flags))
+        server_config(*parsed(flags, SERVE_FLAGS))
     return str(caught.value)
 
 
@@ -584,7 +584,7 @@ def test_a_wrong_flag_of_ours_hides_no_reason_of_the_engine(tiny_model: Path) ->
 def test_the_processor_cache_is_off_unless_it_was_asked_for(tiny_model: Path, flags: str, size: float | None) -> None:
     """Whether it can be is the model's matter: see ``model_guards``."""
     line = (str(tiny_model), "--enable-streaming", "--max-model-len", "512", "--max-num-seqs", "8", *flags.split())
-    args, options, reasons = parsed(line)
+    args, options, reasons = parsed(line, SERVE_FLAGS)
     assert args.mm_processor_cache_gb == size
     server_config(args, options, reasons)
     assert args.mm_processor_cache_gb == (size or 0)

@@ -12,14 +12,15 @@ import pytest
 from vllm.plugins import ENDPOINT_PLUGINS_GROUP, load_endpoint_plugins
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
-from kvpolicy.adapters.http.port import ImageTurn
-from kvpolicy.adapters.vllm import AsyncLLM, ChatFormat, endpoint_plugin
-from kvpolicy.adapters.vllm.v0_28.sampling import sampling_params_from
-from kvpolicy.adapters.vllm.v0_28.server import PLUGIN_MARK
-from kvpolicy.adapters.vllm.v0_28.session_engine import SessionEngine, awaited_from_elsewhere
-from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
-from kvpolicy.adapters.vllm.v0_28.wire import RETENTION_KEY
+from kvpolicy.adapters.vllm import AsyncLLM, ChatFormat
+from kvpolicy.adapters.vllm.shared.messages import RETENTION_KEY
+from kvpolicy.adapters.vllm.shared.sampling import sampling_params_from
+from kvpolicy.adapters.vllm.shared.turns import TurnEncoder
+from kvpolicy.adapters.vllm.v0_28.server.process import PLUGIN_MARK
+from kvpolicy.adapters.vllm.v0_28.server.session_engine import SessionEngine, awaited_from_elsewhere
 from kvpolicy.core.errors import ChunkRefusedError, PolicyUsageError, SessionClosedError
+from kvpolicy.core.session_port import ImageTurn
+from kvpolicy.serving import endpoint_plugin
 from tests.chat_templates import GEMMA
 from tests.integration.live import engine_options
 from tests.models import CHAT_TEMPLATE
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvpolicy.adapters.vllm.v0_28.session_engine import OpenSession
+    from kvpolicy.adapters.vllm.v0_28.server.session_engine import OpenSession
 
 WINDOW = {"total_tokens": 256, "min_total_tokens": 64}
 CHAT_FLAGS: dict[str, Any] = {
@@ -354,7 +355,7 @@ def test_vllm_loads_the_plugin_only_when_it_is_named(monkeypatch: pytest.MonkeyP
     """What the entry point promises; the entry point itself is in the metadata of an installed package."""
 
     class Entry:
-        name, value = "kvpolicy", "kvpolicy.adapters.vllm:endpoint_plugin"
+        name, value = "kvpolicy", "kvpolicy.serving:endpoint_plugin"
 
         def load(self) -> Any:
             return endpoint_plugin

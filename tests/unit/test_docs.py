@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REFERENCE = DOCS / "reference"
-ADAPTER = ROOT / "src" / "kvpolicy" / "adapters" / "vllm" / "v0_28"
+ADAPTER = ROOT / "src" / "kvpolicy" / "adapters" / "vllm"
+SHARED = ADAPTER / "shared"
+VERSION = ADAPTER / "v0_28"
 
 
 def name_of(page: Path) -> str:
@@ -46,7 +48,7 @@ def name_of(page: Path) -> str:
 
 def class_fields(module: str, owner: str) -> list[str]:
     """Return the annotated names of a class in an adapter module, which is read and not imported."""
-    tree = ast.parse((ADAPTER / module).read_text(encoding="utf-8"))
+    tree = ast.parse((SHARED / module).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
     return [
         node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
@@ -134,7 +136,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_can_be_reached_from_the_index() -> None:
     index = DOCS / "index.md"
     reached = {(index.parent / target.partition("#")[0]).resolve() for _, target in links(index)}
-    assert set(DOCS.rglob("*.md")) - {index} == reached
+    assert {*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md"} - {index} == reached
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
@@ -178,7 +180,7 @@ def test_fields_of_values(value: type) -> None:
 
 
 def test_fields_of_the_report() -> None:
-    assert first_names(REFERENCE / "reply.md", "ChunkReport") == class_fields("wire.py", "ChunkReport")
+    assert first_names(REFERENCE / "reply.md", "ChunkReport") == class_fields("messages.py", "ChunkReport")
 
 
 def test_error_classes() -> None:
@@ -212,7 +214,7 @@ def test_every_event_is_documented() -> None:
 
 
 def test_the_log_levels_of_events() -> None:
-    tree = ast.parse((ADAPTER / "log.py").read_text(encoding="utf-8"))
+    tree = ast.parse((SHARED / "log.py").read_text(encoding="utf-8"))
     (levels,) = (
         node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
     )
@@ -226,35 +228,35 @@ def test_the_log_levels_of_events() -> None:
 
 
 def test_every_fault_is_documented() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in ADAPTER.glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in ADAPTER.rglob("*.py"))
     assert set(first_names(REFERENCE / "events.md", "Faults")) == set(re.findall(r'log_fault\("([^"]+)"', text))
 
 
 def test_every_guard_is_documented() -> None:
     """What the messages of guards.py name, beside what the page names."""
-    text = (ADAPTER / "guards.py").read_text(encoding="utf-8")
+    text = (VERSION / "startup" / "guards.py").read_text(encoding="utf-8")
     page = REFERENCE / "guards.md"
     configuration, rest = text.split("def cache_errors", 1)
-    cache, sampling = rest.split("def sampling_errors", 1)
+    sampling = (SHARED / "sampling_rules.py").read_text(encoding="utf-8")
     flag = r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]'
     assert first_names(page, "Engine configuration") == re.findall(rf"\n?[ (]{flag}", configuration)
-    layers = (ADAPTER / "model_guards.py").read_text(encoding="utf-8").split("def layer_errors", 1)[1]
-    assert set(first_names(page, "The model's KV cache")) == set(re.findall(flag, cache + layers))
+    layers = (VERSION / "startup" / "model_guards.py").read_text(encoding="utf-8").split("def layer_errors", 1)[1]
+    assert set(first_names(page, "The model's KV cache")) == set(re.findall(flag, rest + layers))
     of_sessions = list(dict.fromkeys(re.findall(r"sampling_params\.(\w+):", sampling)))
     assert first_names(page, "Sampling parameters of a session's chunk") == [*of_sessions, "stop_token_ids"]
-    assert 'named["stop_token_ids"]' in (ADAPTER / "request_guards.py").read_text(encoding="utf-8")
-    ours = (ADAPTER / "engine_args.py").read_text(encoding="utf-8").split("ours = {", 1)[1].split("}", 1)[0]
+    assert 'named["stop_token_ids"]' in (SHARED / "request_guards.py").read_text(encoding="utf-8")
+    ours = (VERSION / "startup" / "engine_args.py").read_text(encoding="utf-8").split("ours = {", 1)[1].split("}", 1)[0]
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
 
 
 def test_every_type_of_rotary_table_is_documented() -> None:
-    text = (ADAPTER / "position_limit.py").read_text(encoding="utf-8").split("MappingProxyType(", 1)[1]
+    text = (VERSION / "startup" / "position_limit.py").read_text(encoding="utf-8").split("MappingProxyType(", 1)[1]
     listed = [name for row in rows(REFERENCE / "models.md", "Rotary tables") for name in names(row[0])]
     assert set(re.findall(r'"([a-z0-9_-]+)": _', text)) == set(listed) - {"factor", "alpha"}
 
 
 def test_every_property_of_a_model_that_is_refused_is_documented() -> None:
-    text = (ADAPTER / "model_guards.py").read_text(encoding="utf-8")
+    text = (VERSION / "startup" / "model_guards.py").read_text(encoding="utf-8")
     page = "".join((REFERENCE / name).read_text(encoding="utf-8") for name in ("models.md", "guards.md"))
     kinds = re.findall(r'^(?: {8}f?|_[A-Z_]+ = )"([a-z -]+)', text, re.MULTILINE)
     assert len(kinds) == 10
@@ -263,7 +265,7 @@ def test_every_property_of_a_model_that_is_refused_is_documented() -> None:
 
 
 def test_every_guard_of_the_server_is_documented() -> None:
-    text = (ADAPTER / "server_guards.py").read_text(encoding="utf-8")
+    text = (VERSION / "server" / "server_guards.py").read_text(encoding="utf-8")
     named = re.findall(r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]', text)
     assert first_names(REFERENCE / "guards.md", "The server") == named
 
@@ -274,9 +276,10 @@ def test_every_option_and_counter_of_policies_is_documented() -> None:
         assert first_names(page, section) == [attribute.name for attribute in attrs.fields(policy)]
         for row in rows(page, section):
             assert row[1].strip('"') == str(getattr(policy(), names(row[0])[0]))
-    wire = (ADAPTER / "wire.py").read_text(encoding="utf-8").split("class CompactionResult:", 1)[1].split("def ", 1)[0]
-    assert first_names(page, "Result") == re.findall(r"^    (\w+): int$", wire, re.MULTILINE)
-    counters = re.findall(r'"(\w+)": \("([\w:]+)"', (ADAPTER / "metrics.py").read_text(encoding="utf-8"))
+    text = (SHARED / "messages.py").read_text(encoding="utf-8")
+    result = text.split("class CompactionResult:", 1)[1].split("def ", 1)[0]
+    assert first_names(page, "Result") == re.findall(r"^    (\w+): int$", result, re.MULTILINE)
+    counters = re.findall(r'"(\w+)": \("([\w:]+)"', (SHARED / "metrics.py").read_text(encoding="utf-8"))
     assert [(names(row[1])[0], names(row[0])[0]) for row in rows(page, "Metrics")] == counters
 
 

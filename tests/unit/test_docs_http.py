@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from kvpolicy.adapters.http import log, metrics, schemas
-from kvpolicy.adapters.http.endings import Ending, EndReason
+from kvpolicy.adapters.http.end_reasons import Ending, EndReason
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
-from kvpolicy.adapters.vllm.serve_options import add_flags
+from kvpolicy.serving import SERVE_FLAGS
 from tests.pages import (
     DOCS,
     ROOT,
@@ -160,7 +160,7 @@ def test_codes() -> None:
 
 def test_limits() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
+    SERVE_FLAGS.add_to(parser)
     flags = [action.option_strings[0] for action in parser._actions]
     documented = {names(row[0])[0]: row[1] for row in rows(SERVER, "Limits")}
     assert list(documented) == [flag for flag in flags if flag not in {"--kv-cache-policy", "--enable-streaming"}]
@@ -172,7 +172,7 @@ def test_limits() -> None:
 
 def test_every_setting_is_explained_by_itself() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
+    SERVE_FLAGS.add_to(parser)
     for action in parser._actions:
         assert "see there" not in str(action.help)
         assert len(str(action.help)) > 30

@@ -148,15 +148,15 @@ def _events() -> list[KernelTime]:
     import torch
 
     from kvpolicy.adapters.vllm import adapter_package
+    from kvpolicy.adapters.vllm.shared.compactor import Compactor
+    from kvpolicy.adapters.vllm.shared.messages import Compaction
     from kvpolicy.kernels.expand.spec import HeadGrid
 
-    adapter = adapter_package()
-    compactor_module, wire = (importlib.import_module(f"{adapter}.{name}") for name in ("compactor", "wire"))
-    probe = importlib.import_module(f"{adapter}.layout_probe").probe_cpu_layout
+    probe = importlib.import_module(f"{adapter_package()}.worker.layout_probe").probe_cpu_layout
     blocks = -(-(_EVENT_BUDGET + 2 * _BUFFER_SIZE) // _BLOCK_SIZE)
     shape = (_NUM_REQUESTS * blocks, _NUM_KV_HEADS, _BLOCK_SIZE, 2 * _HEAD_SIZE)
     is_compiled = find_spec("numba") is not None
-    compactor = compactor_module.Compactor(
+    compactor = Compactor(
         caches=tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(_NUM_LAYERS)),
         layout=probe(dtype=torch.bfloat16, block_size=_BLOCK_SIZE, head_size=_HEAD_SIZE),
         grid=HeadGrid(num_layers=_NUM_LAYERS, num_kv_heads=_NUM_KV_HEADS),
@@ -165,9 +165,7 @@ def _events() -> list[KernelTime]:
     )
     compactor.warm_up()
     tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(_NUM_REQUESTS)]
-    events = [
-        wire.Compaction(request_id=str(i), event=event_at(_EVENT_BUDGET, ordinal=i)) for i in range(_NUM_REQUESTS)
-    ]
+    events = [Compaction(request_id=str(i), event=event_at(_EVENT_BUDGET, ordinal=i)) for i in range(_NUM_REQUESTS)]
     works = []
 
     def run(number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpolicy.adapters.vllm import adapter_package
-from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
+from kvpolicy.adapters.vllm.shared.diagnosis import Diagnosis, Fact, Verdict
 from kvpolicy.core.errors import EngineContractError
+from kvpolicy.serving import diagnose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,12 +61,10 @@ def _diagnosis(arguments: Sequence[str]) -> Diagnosis:
     # Its messages would stand between the tables; read when vLLM is imported, and what it refuses is shown below.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        doctor = importlib.import_module(f"{adapter_package()}.doctor")
-        diagnosis: Diagnosis = doctor.diagnose(arguments)
+        return diagnose(arguments)
     # No vLLM, one for which there is no adapter, or one that does not fit the machine.
     except (ImportError, EngineContractError) as error:
         return _nothing(str(error))
-    return diagnosis
 
 
 def _nothing(reason: str) -> Diagnosis:

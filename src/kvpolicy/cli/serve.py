@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from kvpolicy.adapters.vllm import adapter_package
-from kvpolicy.adapters.vllm.serve_options import add_flags
 from kvpolicy.core.errors import PolicyUsageError
+from kvpolicy.serving import SERVE_FLAGS, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +34,11 @@ def run_serve(arguments: Sequence[str]) -> int:
         sys.stdout.write(_help())
         return 0
     try:
-        server = importlib.import_module(f"{adapter_package()}.server")
-        status: int = server.serve(arguments)
+        return serve(arguments)
     except PolicyUsageError as error:
         for reason in error.reasons:
             sys.stderr.write(f"kvpolicy serve: {reason}\n")
         return USER_ERROR
-    return status
 
 
 def _help() -> str:
@@ -54,5 +50,5 @@ def _help() -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    add_flags(parser)
+    SERVE_FLAGS.add_to(parser)
     return parser.format_help()

@@ -44,7 +44,7 @@ def caches_of(kind: str, dtype: torch.dtype, num_blocks: int, block_size: int, h
 def layout_of(kind: str, dtype: torch.dtype, block_size: int, head_size: int) -> KVLayout:
     """Return a layout; ``probed`` is the one of vLLM's CPU backend on this machine."""
     if kind == "probed":
-        from kvpolicy.adapters.vllm.v0_28.layout_probe import probe_cpu_layout
+        from kvpolicy.adapters.vllm.v0_28.worker.layout_probe import probe_cpu_layout
 
         return probe_cpu_layout(dtype=dtype, block_size=block_size, head_size=head_size)
     if kind == "permuted":

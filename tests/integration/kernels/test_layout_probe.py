@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="the probe asks vLLM's CPU backend")
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from kvpolicy.adapters.vllm.v0_28.layout_probe import probe_cpu_layout
+from kvpolicy.adapters.vllm.v0_28.worker.layout_probe import probe_cpu_layout
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48])

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvpolicy.adapters.vllm.diagnosis import Diagnosis, Fact, Verdict
+from kvpolicy.adapters.vllm.shared.diagnosis import Diagnosis, Fact, Verdict
 from kvpolicy.cli.app import app
 from kvpolicy.cli.doctor import show
 

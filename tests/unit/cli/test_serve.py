@@ -13,10 +13,11 @@ import pytest
 from attrs import fields
 from typer.testing import CliRunner
 
+from kvpolicy import serving
 from kvpolicy.adapters.http.settings import ServerSettings
-from kvpolicy.adapters.vllm.serve_options import ServeOptions, add_flags, take_options
-from kvpolicy.cli import serve
+from kvpolicy.adapters.vllm.shared.serve_options import ServeOptions
 from kvpolicy.cli.app import app
+from kvpolicy.serving import SERVE_FLAGS
 from tests.pages import ROOT, makefile_flags
 
 
@@ -24,9 +25,9 @@ def taken(*arguments: str) -> tuple[ServeOptions, tuple[str, ...], dict[str, Any
     """Return our options, what is wrong with them, and what is left for vLLM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port")
-    add_flags(parser)
+    SERVE_FLAGS.add_to(parser)
     namespace = parser.parse_args(arguments)
-    return *take_options(namespace), vars(namespace)
+    return *SERVE_FLAGS.take(namespace), vars(namespace)
 
 
 def parsed(*arguments: str) -> tuple[ServeOptions, dict[str, Any]]:
@@ -38,7 +39,7 @@ def parsed(*arguments: str) -> tuple[ServeOptions, dict[str, Any]]:
 
 def test_no_flag_of_ours_is_the_stock_server() -> None:
     options, rest = parsed("--port", "1")
-    assert options == ServeOptions()
+    assert options == ServeOptions(settings=ServerSettings())
     assert options.is_stock
     assert rest == {"port": "1"}
 
@@ -80,7 +81,7 @@ def test_all_reasons_come_at_once_and_name_the_flag() -> None:
     ]
     assert "add --enable-streaming" in reasons[0]
     # What can be known of the engine is asked with these, to be said beside them.
-    assert options == ServeOptions(max_sessions=3)
+    assert options == ServeOptions(max_sessions=3, settings=ServerSettings())
     assert rest == {"port": None}
 
 
@@ -113,8 +114,8 @@ def test_ctrl_c_before_the_server_is_ready_ends_it_with_the_status_of_that_signa
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve, "adapter_package", lambda: "somewhere")
-    monkeypatch.setattr(serve, "importlib", SimpleNamespace(import_module=interrupted))
+    monkeypatch.setattr(serving, "adapter_package", lambda: "somewhere")
+    monkeypatch.setattr(serving, "importlib", SimpleNamespace(import_module=interrupted))
     result = CliRunner().invoke(app, ["serve", "model"])
     assert result.exit_code == 130
     assert "Traceback" not in result.output

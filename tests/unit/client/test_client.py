@@ -230,23 +230,20 @@ def _routers_words(num_gone: int, last: httpx.Response) -> tuple[httpx.MockTrans
     return httpx.MockTransport(handle), keys
 
 
-def test_opening_tries_other_keys_where_the_server_of_one_is_gone() -> None:
+async def test_opening_tries_other_keys_where_the_server_of_one_is_gone() -> None:
     transport, keys = _routers_words(3, httpx.Response(201, json=OPENED))
     session = SessionClient("http://test", transport=transport).open()
     assert session.routing_key == keys[-1]
     assert len(set(keys)) == 4
 
-    async def scenario() -> None:
-        transport, keys = _routers_words(3, httpx.Response(201, json=OPENED))
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            assert (await client.open()).routing_key == keys[-1]
-        assert len(set(keys)) == 4
-        transport, keys = _routers_words(1, httpx.Response(201, json=OPENED))
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            with pytest.raises(SessionFailedError, match="nobody listens"):
-                await client.open(routing_key="camera-7")
-
-    asyncio.run(scenario())
+    transport, keys = _routers_words(3, httpx.Response(201, json=OPENED))
+    async with AsyncSessionClient("http://test", transport=transport) as client:
+        assert (await client.open()).routing_key == keys[-1]
+    assert len(set(keys)) == 4
+    transport, keys = _routers_words(1, httpx.Response(201, json=OPENED))
+    async with AsyncSessionClient("http://test", transport=transport) as client:
+        with pytest.raises(SessionFailedError, match="nobody listens"):
+            await client.open(routing_key="camera-7")
 
 
 def test_opening_does_not_try_for_ever_nor_with_a_key_of_its_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +288,7 @@ def test_a_push_is_sent_once_more_under_the_same_index(broken: Exception, stream
     assert len(requests) == 3
 
 
-def test_an_opening_is_not_sent_again() -> None:
+async def test_an_opening_is_not_sent_again() -> None:
     """Nobody would know the id of the session that the lost answer was about."""
     num_asked = 0
 
@@ -304,13 +301,10 @@ def test_an_opening_is_not_sent_again() -> None:
         SessionClient("http://test", transport=httpx.MockTransport(handle)).open()
     assert num_asked == 1
 
-    async def scenario() -> None:
-        async with AsyncSessionClient("http://test", transport=httpx.MockTransport(handle)) as client:
-            with pytest.raises(SessionConnectionError):
-                await client.open()
-        assert num_asked == 2
-
-    asyncio.run(scenario())
+    async with AsyncSessionClient("http://test", transport=httpx.MockTransport(handle)) as client:
+        with pytest.raises(SessionConnectionError):
+            await client.open()
+    assert num_asked == 2
 
 
 REFUSED = {"error": {"message": "m", "type": "PolicyUsageError", "code": "invalid", "reasons": ["m"]}}
@@ -335,7 +329,7 @@ STATUS: dict[str, object] = {
 }
 
 
-def test_a_question_and_a_close_are_sent_once_more_too() -> None:
+async def test_a_question_and_a_close_are_sent_once_more_too() -> None:
     def script() -> list[httpx.Response | Exception]:
         gone = httpx.ReadError("gone")
         return [gone, httpx.Response(200, json=STATUS), gone, httpx.Response(200, json={"closed": False})]
@@ -347,15 +341,12 @@ def test_a_question_and_a_close_are_sent_once_more_too() -> None:
     assert session.close() is False
     assert [request.method for request in requests] == asked
 
-    async def scenario() -> None:
-        transport, requests = _script(*script())
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            session = await client.open()
-            assert (await session.status()).frames == 1
-            assert await session.close() is False
-        assert [request.method for request in requests] == asked
-
-    asyncio.run(scenario())
+    transport, requests = _script(*script())
+    async with AsyncSessionClient("http://test", transport=transport) as other:
+        its_session = await other.open()
+        assert (await its_session.status()).frames == 1
+        assert await its_session.close() is False
+    assert [request.method for request in requests] == asked
 
 
 def test_after_a_lost_answer_another_chunk_asks_how_far_the_server_is() -> None:
@@ -383,37 +374,34 @@ def test_after_a_lost_answer_the_same_chunk_asks_for_it_again() -> None:
     assert requests[-1].url.params["frame_index"] == "0"
 
 
-def test_the_asynchronous_client_asks_after_a_lost_answer_too() -> None:
-    async def scenario() -> None:
-        gone = httpx.ReadError("gone")
-        transport, requests = _script(
-            gone,
-            gone,
-            httpx.Response(200, json=REPLY),
-            gone,
-            gone,
-            httpx.Response(200, json=STATUS | {"frames": 2}),
-            httpx.Response(200, json=REPLY | {"frame_index": 2}),
-            httpx.Response(200, json=REPLY | {"frame_index": 3}),
-        )
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            session = await client.open()
-            with pytest.raises(SessionConnectionError):
-                await session.push("hi")
-            assert (await session.push("hi")).frame_index == 0
-            with pytest.raises(SessionConnectionError):
-                await session.push("and on")
-            await session.push("something else")
+async def test_the_asynchronous_client_asks_after_a_lost_answer_too() -> None:
+    gone = httpx.ReadError("gone")
+    transport, requests = _script(
+        gone,
+        gone,
+        httpx.Response(200, json=REPLY),
+        gone,
+        gone,
+        httpx.Response(200, json=STATUS | {"frames": 2}),
+        httpx.Response(200, json=REPLY | {"frame_index": 2}),
+        httpx.Response(200, json=REPLY | {"frame_index": 3}),
+    )
+    async with AsyncSessionClient("http://test", transport=transport) as client:
+        session = await client.open()
+        with pytest.raises(SessionConnectionError):
+            await session.push("hi")
+        assert (await session.push("hi")).frame_index == 0
+        with pytest.raises(SessionConnectionError):
             await session.push("and on")
-        assert [(request.method, request.url.params.get("frame_index")) for request in requests[1:]] == [
-            *[("POST", "0")] * 3,
-            *[("POST", "1")] * 2,
-            ("GET", None),
-            ("POST", "2"),
-            ("POST", "3"),
-        ]
-
-    asyncio.run(scenario())
+        await session.push("something else")
+        await session.push("and on")
+    assert [(request.method, request.url.params.get("frame_index")) for request in requests[1:]] == [
+        *[("POST", "0")] * 3,
+        *[("POST", "1")] * 2,
+        ("GET", None),
+        ("POST", "2"),
+        ("POST", "3"),
+    ]
 
 
 def test_the_client_waits_as_long_as_the_server_may_take() -> None:
@@ -458,7 +446,7 @@ async def _broken_off_later() -> AsyncIterator[bytes]:
     raise httpx.ReadError("gone")
 
 
-def test_a_stream_that_has_begun_is_not_sent_again() -> None:
+async def test_a_stream_that_has_begun_is_not_sent_again() -> None:
     """Its pieces would come twice, and the server has ended the session of a client that is gone."""
     client, requests = _scripted(httpx.Response(200, content=_broken_off()))
     pieces = client.open().stream("one two")
@@ -467,16 +455,13 @@ def test_a_stream_that_has_begun_is_not_sent_again() -> None:
         next(pieces)
     assert len(requests) == 2
 
-    async def scenario() -> None:
-        transport, requests = _script(httpx.Response(200, content=_broken_off_later()))
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            pieces = (await client.open()).stream("one two")
-            assert await anext(pieces) == "one "
-            with pytest.raises(SessionConnectionError, match="ReadError: gone"):
-                await anext(pieces)
-        assert len(requests) == 2
-
-    asyncio.run(scenario())
+    transport, requests = _script(httpx.Response(200, content=_broken_off_later()))
+    async with AsyncSessionClient("http://test", transport=transport) as other:
+        its_pieces = (await other.open()).stream("one two")
+        assert await anext(its_pieces) == "one "
+        with pytest.raises(SessionConnectionError, match="ReadError: gone"):
+            await anext(its_pieces)
+    assert len(requests) == 2
 
 
 class _OnePiece(httpx.AsyncByteStream):
@@ -492,25 +477,22 @@ class _OnePiece(httpx.AsyncByteStream):
         self.num_closes += 1
 
 
-def test_the_asynchronous_client_has_one_chunk_in_flight_until_it_leaves() -> None:
-    async def scenario() -> None:
-        stream = _OnePiece()
-        transport, requests = _script(httpx.Response(200, stream=stream), httpx.Response(200, json=REPLY))
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            session = await client.open()
-            async with aclosing(session.stream("one two")) as pieces:
-                assert await anext(pieces) == "one "
-                with pytest.raises(PolicyUsageError, match="one chunk is in flight"):
-                    await session.push("one two")
-                assert stream.num_closes == 0
-            assert stream.num_closes > 0
-            assert (await session.push("one two")).frame_index == 0
-        assert len(requests) == 3
-
-    asyncio.run(scenario())
+async def test_the_asynchronous_client_has_one_chunk_in_flight_until_it_leaves() -> None:
+    stream = _OnePiece()
+    transport, requests = _script(httpx.Response(200, stream=stream), httpx.Response(200, json=REPLY))
+    async with AsyncSessionClient("http://test", transport=transport) as client:
+        session = await client.open()
+        async with aclosing(session.stream("one two")) as pieces:
+            assert await anext(pieces) == "one "
+            with pytest.raises(PolicyUsageError, match="one chunk is in flight"):
+                await session.push("one two")
+            assert stream.num_closes == 0
+        assert stream.num_closes > 0
+        assert (await session.push("one two")).frame_index == 0
+    assert len(requests) == 3
 
 
-def test_after_an_error_the_next_chunk_is_sent_without_a_question() -> None:
+async def test_after_an_error_the_next_chunk_is_sent_without_a_question() -> None:
     """An answer is an answer, good or bad: nothing has been lost."""
     client, requests = _scripted(httpx.Response(400, json=REFUSED), httpx.Response(200, json=REPLY))
     session = client.open()
@@ -519,16 +501,13 @@ def test_after_an_error_the_next_chunk_is_sent_without_a_question() -> None:
     assert session.push("something else").frame_index == 0
     assert [request.method for request in requests] == ["POST"] * 3
 
-    async def scenario() -> None:
-        transport, requests = _script(httpx.Response(400, json=REFUSED), httpx.Response(200, json=REPLY))
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            session = await client.open()
-            with pytest.raises(PolicyUsageError):
-                await session.push("hi")
-            assert (await session.push("something else")).frame_index == 0
-        assert [request.method for request in requests] == ["POST"] * 3
-
-    asyncio.run(scenario())
+    transport, requests = _script(httpx.Response(400, json=REFUSED), httpx.Response(200, json=REPLY))
+    async with AsyncSessionClient("http://test", transport=transport) as other:
+        its_session = await other.open()
+        with pytest.raises(PolicyUsageError):
+            await its_session.push("hi")
+        assert (await its_session.push("something else")).frame_index == 0
+    assert [request.method for request in requests] == ["POST"] * 3
 
 
 def test_a_stream_that_just_ends_is_no_reply() -> None:
@@ -569,86 +548,77 @@ def test_an_error_of_the_block_is_not_hidden_by_one_of_closing() -> None:
         pass
 
 
-def test_closing_hides_no_error_but_that_of_an_unknown_session() -> None:
+async def test_closing_hides_no_error_but_that_of_an_unknown_session() -> None:
     client, _ = _scripted(httpx.Response(500, json=FAULT))
     with pytest.raises(SessionApiError, match="500 internal: m"):
         client.open().close()
 
-    async def scenario() -> None:
-        transport, _ = _script(httpx.Response(500, json=FAULT))
-        async with AsyncSessionClient("http://test", transport=transport) as client:
-            with pytest.raises(SessionApiError, match="500 internal: m"):
-                await (await client.open()).close()
-
-    asyncio.run(scenario())
+    transport, _ = _script(httpx.Response(500, json=FAULT))
+    async with AsyncSessionClient("http://test", transport=transport) as other:
+        with pytest.raises(SessionApiError, match="500 internal: m"):
+            await (await other.open()).close()
 
 
-def test_the_asynchronous_client_does_the_same() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        app = make_app(SessionFrontend(ServerSettings(max_sessions=1)), engine)
-        async with (
-            app.router.lifespan_context(app),
-            AsyncSessionClient("http://test", transport=httpx.ASGITransport(app)) as client,
-        ):
-            async with await client.open(system_prompt="Be short.", retention={"total_tokens": 2048}) as session:
-                assert (await session.push("one two")).text == "one two "
-                assert (await session.push(image_bytes(), text="what?")).frame_index == 1
-                async with aclosing(session.stream("three four")) as pieces:
-                    assert [piece async for piece in pieces] == ["three ", "four "]
-                assert session.last_reply is not None
-                assert session.last_reply.frame_index == 2
-                assert (await session.push("five")).frame_index == 3
-                assert (await session.status()).frames == 4
-                with pytest.raises(CapacityError):
-                    await client.open()
-                engine.script.append(ChunkRefusedError("full", "it is full"))
-                with pytest.raises(ChunkRefusedError):
-                    await session.push("hi")
-                engine.script.append(ChunkRefusedError("full", "it is full"))
-                with pytest.raises(ChunkRefusedError):
-                    _ = [piece async for piece in session.stream("hi")]
-            assert not engine.live
-            with pytest.raises(SessionClosedError):
+async def test_the_asynchronous_client_does_the_same() -> None:
+    engine = FakeEngine()
+    app = make_app(SessionFrontend(ServerSettings(max_sessions=1)), engine)
+    async with (
+        app.router.lifespan_context(app),
+        AsyncSessionClient("http://test", transport=httpx.ASGITransport(app)) as client,
+    ):
+        async with await client.open(system_prompt="Be short.", retention={"total_tokens": 2048}) as session:
+            assert (await session.push("one two")).text == "one two "
+            assert (await session.push(image_bytes(), text="what?")).frame_index == 1
+            async with aclosing(session.stream("three four")) as pieces:
+                assert [piece async for piece in pieces] == ["three ", "four "]
+            assert session.last_reply is not None
+            assert session.last_reply.frame_index == 2
+            assert (await session.push("five")).frame_index == 3
+            assert (await session.status()).frames == 4
+            with pytest.raises(CapacityError):
+                await client.open()
+            engine.script.append(ChunkRefusedError("full", "it is full"))
+            with pytest.raises(ChunkRefusedError):
                 await session.push("hi")
-            with pytest.raises(SessionClosedError):
+            engine.script.append(ChunkRefusedError("full", "it is full"))
+            with pytest.raises(ChunkRefusedError):
                 _ = [piece async for piece in session.stream("hi")]
-            session.id = "another"
-            assert await session.close() is True
+        assert not engine.live
+        with pytest.raises(SessionClosedError):
+            await session.push("hi")
+        with pytest.raises(SessionClosedError):
+            _ = [piece async for piece in session.stream("hi")]
+        session.id = "another"
+        assert await session.close() is True
 
-    asyncio.run(scenario())
 
+async def test_the_asynchronous_client_tries_once_more_too() -> None:
+    answers: list[Any] = [
+        httpx.Response(201, json=OPENED),
+        httpx.ReadError("gone"),
+        httpx.Response(200, json=REPLY),
+        httpx.ReadError("gone"),
+        httpx.ReadError("gone"),
+        httpx.ReadTimeout("late"),
+        httpx.ReadTimeout("late"),
+    ]
 
-def test_the_asynchronous_client_tries_once_more_too() -> None:
-    async def scenario() -> None:
-        answers: list[Any] = [
-            httpx.Response(201, json=OPENED),
-            httpx.ReadError("gone"),
-            httpx.Response(200, json=REPLY),
-            httpx.ReadError("gone"),
-            httpx.ReadError("gone"),
-            httpx.ReadTimeout("late"),
-            httpx.ReadTimeout("late"),
-        ]
+    def handle(_: httpx.Request) -> httpx.Response:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, httpx.Response)
+        return answer
 
-        def handle(_: httpx.Request) -> httpx.Response:
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            assert isinstance(answer, httpx.Response)
-            return answer
-
-        async with AsyncSessionClient("http://test", transport=httpx.MockTransport(handle)) as client:
-            session = await client.open()
-            assert (await session.push("hi")).text == "hi"
-            with pytest.raises(SessionConnectionError):
-                _ = [piece async for piece in session.stream("hi")]
-            with pytest.raises(ZeroDivisionError):
-                async with session:
-                    raise ZeroDivisionError
-            with pytest.raises(SessionConnectionError):
-                async with session:
-                    pass
-            assert not answers
-
-    asyncio.run(scenario())
+    async with AsyncSessionClient("http://test", transport=httpx.MockTransport(handle)) as client:
+        session = await client.open()
+        assert (await session.push("hi")).text == "hi"
+        with pytest.raises(SessionConnectionError):
+            _ = [piece async for piece in session.stream("hi")]
+        with pytest.raises(ZeroDivisionError):
+            async with session:
+                raise ZeroDivisionError
+        with pytest.raises(SessionConnectionError):
+            async with session:
+                pass
+        assert not answers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from kvpolicy.adapters.http.endings import Ending, EndReason
+from kvpolicy.adapters.http.end_reasons import Ending, EndReason
 from kvpolicy.adapters.http.errors import api_error, bad_request
 from kvpolicy.adapters.http.metrics import SessionMetrics
 from kvpolicy.adapters.http.wording import field_reason
@@ -68,47 +68,38 @@ JSON = {"Content-Type": "application/json"}
         ({"content": b"x" * 2000, "headers": JSON}, 413, "body_too_large", "at most 1000 bytes"),
     ],
 )
-def test_what_cannot_be_opened(request_: dict[str, Any], status: int, code: str, words: str) -> None:
-    async def scenario() -> None:
-        async with served(max_body_bytes=1000) as server:
-            answer = await server.http.post(SESSIONS, **request_)
-            error = error_of(answer)
-            assert (answer.status_code, error["code"]) == (status, code)
-            assert words in error["message"]
-            assert server.frontend.registry.holding == ()
-            assert not server.engine.live
-
-    asyncio.run(scenario())
+async def test_what_cannot_be_opened(request_: dict[str, Any], status: int, code: str, words: str) -> None:
+    async with served(max_body_bytes=1000) as server:
+        answer = await server.http.post(SESSIONS, **request_)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"]) == (status, code)
+        assert words in error["message"]
+        assert server.frontend.registry.holding == ()
+        assert not server.engine.live
 
 
-def test_all_reasons_come_at_once() -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            wanted = {"model": "other", "retention": {"total_tokens": "many", "content_segments": 0}}
-            answer = await server.http.post(SESSIONS, json=wanted)
-            assert answer.status_code == 422  # a wrong type
-            wanted = {"model": "other", "retention": {"total_tokens": 5, "content_segments": 0, "sink": 4}}
-            reasons = error_of(await server.http.post(SESSIONS, json=wanted))["reasons"]
-            assert [reason.partition(":")[0] for reason in reasons][:2] == ["model", "retention"]
-            assert len(reasons) == 4
-            assert not server.engine.live
-
-    asyncio.run(scenario())
+async def test_all_reasons_come_at_once() -> None:
+    async with served() as server:
+        wanted = {"model": "other", "retention": {"total_tokens": "many", "content_segments": 0}}
+        answer = await server.http.post(SESSIONS, json=wanted)
+        assert answer.status_code == 422  # a wrong type
+        wanted = {"model": "other", "retention": {"total_tokens": 5, "content_segments": 0, "sink": 4}}
+        reasons = error_of(await server.http.post(SESSIONS, json=wanted))["reasons"]
+        assert [reason.partition(":")[0] for reason in reasons][:2] == ["model", "retention"]
+        assert len(reasons) == 4
+        assert not server.engine.live
 
 
-def test_a_value_of_the_wrong_type_is_not_repeated() -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            for answer in (
-                await server.push(path, "hi", frame_index="secret"),
-                await server.http.post(f"{path}/frame", json={"text": "hi", "frame_index": "secret"}),
-                await server.http.post(SESSIONS, json={"system_prompt": ["secret"]}),
-            ):
-                assert (answer.status_code, error_of(answer)["code"]) == (422, "invalid_fields")
-                assert "secret" not in answer.text
-
-    asyncio.run(scenario())
+async def test_a_value_of_the_wrong_type_is_not_repeated() -> None:
+    async with served() as server:
+        path = await server.open()
+        for answer in (
+            await server.push(path, "hi", frame_index="secret"),
+            await server.http.post(f"{path}/frame", json={"text": "hi", "frame_index": "secret"}),
+            await server.http.post(SESSIONS, json={"system_prompt": ["secret"]}),
+        ):
+            assert (answer.status_code, error_of(answer)["code"]) == (422, "invalid_fields")
+            assert "secret" not in answer.text
 
 
 # What a field can be that it may not be, with the words for it.
@@ -142,19 +133,18 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("body", "reasons"), WRONG, ids=str)
-def test_a_422_says_what_was_expected_and_what_came_for_every_field(body: dict[str, Any], reasons: list[str]) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            answer = await server.http.post(f"{path}/frame", json=body)
-            error = error_of(answer)
-            assert (answer.status_code, error["code"], error["type"]) == (422, "invalid_fields", "PolicyUsageError")
-            assert len(error["reasons"]) == len(reasons)
-            for found, expected in zip(error["reasons"], reasons, strict=True):
-                assert found.startswith(expected)
-            assert error["message"] == "\n".join(error["reasons"])
-
-    asyncio.run(scenario())
+async def test_a_422_says_what_was_expected_and_what_came_for_every_field(
+    body: dict[str, Any], reasons: list[str]
+) -> None:
+    async with served() as server:
+        path = await server.open()
+        answer = await server.http.post(f"{path}/frame", json=body)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"], error["type"]) == (422, "invalid_fields", "PolicyUsageError")
+        assert len(error["reasons"]) == len(reasons)
+        for found, expected in zip(error["reasons"], reasons, strict=True):
+            assert found.startswith(expected)
+        assert error["message"] == "\n".join(error["reasons"])
 
 
 def test_a_422_of_a_kind_that_is_not_known_has_pydantics_words() -> None:
@@ -173,39 +163,31 @@ def test_a_422_of_a_kind_that_is_not_known_has_pydantics_words() -> None:
         ("POST", "/one/frames", "frame_index, stream"),
     ],
 )
-def test_an_unknown_query_key_is_refused_by_name(method: str, path: str, known: str) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            one = await server.open()
-            target = (
-                "/v1/streaming/config" if path == "/config" else SESSIONS + path.replace("/one", one[len(SESSIONS) :])
-            )
-            options: dict[str, Any] = {"content": "hi", "headers": TEXT} if "frame" in path else {}
-            answer = await server.http.request(method, target, params={"strem": "secret", "x" * 500: ""}, **options)
-            error = error_of(answer)
-            assert (answer.status_code, error["code"]) == (422, "invalid_fields")
-            assert error["reasons"] == [f"query.{name}: unknown; known here: {known}" for name in ("strem", "x" * 40)]
-            # Nothing was opened, pushed or closed.
-            assert len(server.engine.sessions) == 1
-            assert not server.engine.sessions[0].turns
-            assert (await server.push(one, "hi", frame_index=0)).status_code == 200
-
-    asyncio.run(scenario())
+async def test_an_unknown_query_key_is_refused_by_name(method: str, path: str, known: str) -> None:
+    async with served() as server:
+        one = await server.open()
+        target = "/v1/streaming/config" if path == "/config" else SESSIONS + path.replace("/one", one[len(SESSIONS) :])
+        options: dict[str, Any] = {"content": "hi", "headers": TEXT} if "frame" in path else {}
+        answer = await server.http.request(method, target, params={"strem": "secret", "x" * 500: ""}, **options)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"]) == (422, "invalid_fields")
+        assert error["reasons"] == [f"query.{name}: unknown; known here: {known}" for name in ("strem", "x" * 40)]
+        # Nothing was opened, pushed or closed.
+        assert len(server.engine.sessions) == 1
+        assert not server.engine.sessions[0].turns
+        assert (await server.push(one, "hi", frame_index=0)).status_code == 200
 
 
-def test_an_unknown_query_key_comes_with_what_is_wrong_with_the_known_ones() -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            query = {"frame_index": "-1", "stream": "maybe", "strem": "1"}
-            answer = await server.http.post(f"{path}/frame", content="hi", headers=TEXT, params=query)
-            assert error_of(answer)["reasons"] == [
-                "query.frame_index: expected at least 0, got -1",
-                "query.stream: expected true or false, got text",
-                "query.strem: unknown; known here: frame_index, stream",
-            ]
-
-    asyncio.run(scenario())
+async def test_an_unknown_query_key_comes_with_what_is_wrong_with_the_known_ones() -> None:
+    async with served() as server:
+        path = await server.open()
+        query = {"frame_index": "-1", "stream": "maybe", "strem": "1"}
+        answer = await server.http.post(f"{path}/frame", content="hi", headers=TEXT, params=query)
+        assert error_of(answer)["reasons"] == [
+            "query.frame_index: expected at least 0, got -1",
+            "query.stream: expected true or false, got text",
+            "query.strem: unknown; known here: frame_index, stream",
+        ]
 
 
 def test_reasons_of_the_library_name_the_fields_of_the_request() -> None:
@@ -300,66 +282,54 @@ FORM_HEAD = {"Content-Type": "multipart/form-data; boundary=b"}
         ({"content": "hi", "headers": {**TEXT, "X-Session-ID": ""}}, 400, "bad_routing_key", "0 characters"),
     ],
 )
-def test_what_cannot_be_pushed(request_: dict[str, Any], status: int, code: str, words: str) -> None:
-    async def scenario() -> None:
-        async with served(max_body_bytes=1500, max_frame_pixels=32 * 32) as server:
-            path = await server.open()
-            answer = await server.http.post(f"{path}/frame", **request_)
-            error = error_of(answer)
-            assert (answer.status_code, error["code"]) == (status, code)
-            assert words in error["message"]
-            # The session is as it was, and the next chunk gets the index.
-            assert (await server.push(path, "hi", frame_index=0)).json()["frame_index"] == 0
-            assert len(server.engine.sessions[0].turns) == 1
-
-    asyncio.run(scenario())
+async def test_what_cannot_be_pushed(request_: dict[str, Any], status: int, code: str, words: str) -> None:
+    async with served(max_body_bytes=1500, max_frame_pixels=32 * 32) as server:
+        path = await server.open()
+        answer = await server.http.post(f"{path}/frame", **request_)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"]) == (status, code)
+        assert words in error["message"]
+        # The session is as it was, and the next chunk gets the index.
+        assert (await server.push(path, "hi", frame_index=0)).json()["frame_index"] == 0
+        assert len(server.engine.sessions[0].turns) == 1
 
 
-def test_a_body_without_a_length_is_cut_off_at_the_cap() -> None:
-    async def scenario() -> None:
-        num_read = 0
+async def test_a_body_without_a_length_is_cut_off_at_the_cap() -> None:
+    num_read = 0
 
-        async def endless() -> Any:
-            nonlocal num_read
-            while True:
-                num_read += 1
-                yield b"x" * 100
+    async def endless() -> Any:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield b"x" * 100
 
-        async with served(max_body_bytes=1000) as server:
-            path = await server.open()
-            answer = await server.http.post(f"{path}/frame", content=endless(), headers=TEXT)
-            assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
-            assert num_read == 11
-
-    asyncio.run(scenario())
+    async with served(max_body_bytes=1000) as server:
+        path = await server.open()
+        answer = await server.http.post(f"{path}/frame", content=endless(), headers=TEXT)
+        assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
+        assert num_read == 11
 
 
-def test_unknown_and_malformed_ids_look_alike() -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            bodies = set()
-            for name in ("0" * 32, "x", "%00", "ä", "a" * 5000, "%2e%2e"):
-                for answer in (
-                    await server.http.get(f"{SESSIONS}/{name}"),
-                    await server.http.delete(f"{SESSIONS}/{name}"),
-                    await server.push(f"{SESSIONS}/{name}", "hi"),
-                ):
-                    assert answer.status_code == 404
-                    bodies.add(answer.text)
-            assert len(bodies) == 1
-
-    asyncio.run(scenario())
+async def test_unknown_and_malformed_ids_look_alike() -> None:
+    async with served() as server:
+        bodies = set()
+        for name in ("0" * 32, "x", "%00", "ä", "a" * 5000, "%2e%2e"):
+            for answer in (
+                await server.http.get(f"{SESSIONS}/{name}"),
+                await server.http.delete(f"{SESSIONS}/{name}"),
+                await server.push(f"{SESSIONS}/{name}", "hi"),
+            ):
+                assert answer.status_code == 404
+                bodies.add(answer.text)
+        assert len(bodies) == 1
 
 
-def test_a_text_only_engine_says_so_and_names_its_model() -> None:
-    async def scenario() -> None:
-        async with served(FakeEngine(evolve(FACTS, takes_images=False))) as server:
-            path = await server.open()
-            answer = await server.http.post(f"{path}/frame", content=image_bytes(), headers=PNG)
-            assert (answer.status_code, error_of(answer)["code"]) == (400, "no_images")
-            assert "fake-model takes text only" in error_of(answer)["message"]
-
-    asyncio.run(scenario())
+async def test_a_text_only_engine_says_so_and_names_its_model() -> None:
+    async with served(FakeEngine(evolve(FACTS, takes_images=False))) as server:
+        path = await server.open()
+        answer = await server.http.post(f"{path}/frame", content=image_bytes(), headers=PNG)
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "no_images")
+        assert "fake-model takes text only" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
@@ -374,139 +344,115 @@ def test_a_text_only_engine_says_so_and_names_its_model() -> None:
         (SessionFailedError("context_full", "it was full"), True, 409, "context_full", "SessionFailedError"),
     ],
 )
-def test_what_the_engine_says_becomes_an_answer(
+async def test_what_the_engine_says_becomes_an_answer(
     error: Exception,
     ends: bool,  # noqa: FBT001 - a table
     status: int,
     code: str,
     kind: str,
 ) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            server.engine.script.append(error)
-            server.engine.errors_end_sessions = ends
-            answer = await server.push(path, "hi", frame_index=0)
-            found = error_of(answer)
-            assert (answer.status_code, found["code"], found["type"]) == (status, code, kind)
-            again = await server.push(path, "hi", frame_index=0)
-            if ends:
-                ended = "ended_not_admitted" if kind == "PolicyUsageError" else "ended_failed"
-                assert (again.status_code, error_of(again)["code"]) == (409, ended)
-                assert found["reasons"][-1] in error_of(again)["message"]
-            else:
-                # A refused chunk has no index: the next one gets it.
-                assert again.json()["frame_index"] == 0
-                assert (await server.http.get(path)).json()["refused"] == 1
-
-    asyncio.run(scenario())
+    async with served() as server:
+        path = await server.open()
+        server.engine.script.append(error)
+        server.engine.errors_end_sessions = ends
+        answer = await server.push(path, "hi", frame_index=0)
+        found = error_of(answer)
+        assert (answer.status_code, found["code"], found["type"]) == (status, code, kind)
+        again = await server.push(path, "hi", frame_index=0)
+        if ends:
+            ended = "ended_not_admitted" if kind == "PolicyUsageError" else "ended_failed"
+            assert (again.status_code, error_of(again)["code"]) == (409, ended)
+            assert found["reasons"][-1] in error_of(again)["message"]
+        else:
+            # A refused chunk has no index: the next one gets it.
+            assert again.json()["frame_index"] == 0
+            assert (await server.http.get(path)).json()["refused"] == 1
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TimeoutError])
-def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session(kind: type[Exception]) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            server.engine.script.append(kind("a secret"))
-            answer = await server.push(path, "hi")
-            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
-            assert kind.__name__ in answer.text
-            assert "secret" not in answer.text
-            later = await server.push(path, "hi")
-            assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
-            assert server.engine.sessions[0].num_closes == 1
-
-    asyncio.run(scenario())
+async def test_an_unexpected_error_is_a_500_without_its_text_and_ends_the_session(kind: type[Exception]) -> None:
+    async with served() as server:
+        path = await server.open()
+        server.engine.script.append(kind("a secret"))
+        answer = await server.push(path, "hi")
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+        assert kind.__name__ in answer.text
+        assert "secret" not in answer.text
+        later = await server.push(path, "hi")
+        assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
+        assert server.engine.sessions[0].num_closes == 1
 
 
-def test_a_reply_that_cannot_be_answered_is_a_fault_of_ours_and_ends_the_session() -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            server.engine.finish_reason = None
-            answer = await asyncio.wait_for(server.push(path, "hi"), 5)
-            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
-            later = await server.push(path, "hi")
-            assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
-            assert server.engine.sessions[0].num_closes == 1
-
-    asyncio.run(scenario())
+async def test_a_reply_that_cannot_be_answered_is_a_fault_of_ours_and_ends_the_session() -> None:
+    async with served() as server:
+        path = await server.open()
+        server.engine.finish_reason = None
+        answer = await asyncio.wait_for(server.push(path, "hi"), 5)
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+        later = await server.push(path, "hi")
+        assert (later.status_code, error_of(later)["code"]) == (409, "ended_internal")
+        assert server.engine.sessions[0].num_closes == 1
 
 
-def test_a_fault_in_the_handling_of_a_failure_reaches_the_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_in_the_handling_of_a_failure_reaches_the_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError
 
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            server.engine.script.append(ChunkRefusedError("no_room_now", "later"))
-            monkeypatch.setattr(SessionMetrics, "refused", broken)
-            answer = await asyncio.wait_for(server.push(path, "hi"), 5)
-            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
-            assert error_of(await server.push(path, "hi"))["code"] == "ended_internal"
-
-    asyncio.run(scenario())
+    async with served() as server:
+        path = await server.open()
+        server.engine.script.append(ChunkRefusedError("no_room_now", "later"))
+        monkeypatch.setattr(SessionMetrics, "refused", broken)
+        answer = await asyncio.wait_for(server.push(path, "hi"), 5)
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+        assert error_of(await server.push(path, "hi"))["code"] == "ended_internal"
 
 
-def test_an_unexpected_error_of_a_route_has_the_shape_too(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with served() as server:
+async def test_an_unexpected_error_of_a_route_has_the_shape_too(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as server:
 
-            def broken(**_: Any) -> Any:
-                raise RuntimeError("a secret")
+        def broken(**_: Any) -> Any:
+            raise RuntimeError("a secret")
 
-            server.engine.open_session = broken  # type: ignore[method-assign] # a fault that nothing else can cause
-            answer = await server.http.post(SESSIONS, headers={"X-Session-ID": "k"})
-            assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
-            assert answer.headers["x-session-id"] == "k"
-            assert "secret" not in answer.text
-            assert "RuntimeError: a secret" in caplog.text
-
-    asyncio.run(scenario())
+        server.engine.open_session = broken  # type: ignore[method-assign] # a fault that nothing else can cause
+        answer = await server.http.post(SESSIONS, headers={"X-Session-ID": "k"})
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "internal")
+        assert answer.headers["x-session-id"] == "k"
+        assert "secret" not in answer.text
+        assert "RuntimeError: a secret" in caplog.text
 
 
-def test_there_is_no_room_and_the_sum_is_in_the_message() -> None:
-    async def scenario() -> None:
-        async with served(FakeEngine(evolve(FACTS, num_pool_blocks=150)), idle_timeout_s=30) as server:
-            path = await server.open(retention={"total_tokens": 1600})
+async def test_there_is_no_room_and_the_sum_is_in_the_message() -> None:
+    async with served(FakeEngine(evolve(FACTS, num_pool_blocks=150)), idle_timeout_s=30) as server:
+        path = await server.open(retention={"total_tokens": 1600})
+        answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
+        assert "may need 100 and this one 64, together 164, and the engine has 150" in error_of(answer)["message"]
+        assert answer.headers["retry-after"] == "30"
+        assert [session.num_closes for session in server.engine.sessions] == [0, 1]
+        for passed_s, wait_s in ((28.5, "2"), (1.5, "1")):
+            server.clock.now_s += passed_s
             answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
-            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
-            assert "may need 100 and this one 64, together 164, and the engine has 150" in error_of(answer)["message"]
-            assert answer.headers["retry-after"] == "30"
-            assert [session.num_closes for session in server.engine.sessions] == [0, 1]
-            for passed_s, wait_s in ((28.5, "2"), (1.5, "1")):
-                server.clock.now_s += passed_s
-                answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
-                assert (answer.status_code, answer.headers["retry-after"]) == (503, wait_s)
-            await server.http.delete(path)
-            await server.open(retention={"total_tokens": 1024})
-
-    asyncio.run(scenario())
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, wait_s)
+        await server.http.delete(path)
+        await server.open(retention={"total_tokens": 1024})
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2])
-def test_the_last_block_of_the_pool_can_be_promised(num_sessions: int) -> None:
-    async def scenario() -> None:
-        async with served(FakeEngine(evolve(FACTS, num_pool_blocks=64 * num_sessions))) as server:
-            for _ in range(num_sessions):
-                await server.open(retention={"total_tokens": 1024})
-            answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
-            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
-
-    asyncio.run(scenario())
-
-
-def test_there_are_too_many_sessions() -> None:
-    async def scenario() -> None:
-        async with served(max_sessions=1) as server:
+async def test_the_last_block_of_the_pool_can_be_promised(num_sessions: int) -> None:
+    async with served(FakeEngine(evolve(FACTS, num_pool_blocks=64 * num_sessions))) as server:
+        for _ in range(num_sessions):
             await server.open(retention={"total_tokens": 1024})
-            answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
-            assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
-            assert "1 are open and at most 1 may be" in error_of(answer)["message"]
-            assert answer.headers["retry-after"] == "60"
+        answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
 
-    asyncio.run(scenario())
+
+async def test_there_are_too_many_sessions() -> None:
+    async with served(max_sessions=1) as server:
+        await server.open(retention={"total_tokens": 1024})
+        answer = await server.http.post(SESSIONS, json={"retention": {"total_tokens": 1024}})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_room")
+        assert "1 are open and at most 1 may be" in error_of(answer)["message"]
+        assert answer.headers["retry-after"] == "60"
 
 
 def test_every_push_to_an_ended_session_is_told_whose_doing_the_end_was() -> None:
@@ -539,16 +485,13 @@ MANY_KEYS = {f"key{number}": number for number in range(MEGABYTE // 20)}
     ids=lambda value: str(value)[:30],
 )
 @pytest.mark.parametrize("is_push", [False, True])
-def test_the_answer_to_a_hostile_body_is_short(request_: dict[str, Any], *, is_push: bool) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open(retention={"total_tokens": 1024})
-            answer = await server.http.post(f"{path}/frame" if is_push else SESSIONS, **request_)
-            assert 400 <= answer.status_code < 500
-            assert len(answer.content) < 32 * 1024
-            assert len(error_of(answer)["reasons"]) <= 20
-
-    asyncio.run(scenario())
+async def test_the_answer_to_a_hostile_body_is_short(request_: dict[str, Any], *, is_push: bool) -> None:
+    async with served() as server:
+        path = await server.open(retention={"total_tokens": 1024})
+        answer = await server.http.post(f"{path}/frame" if is_push else SESSIONS, **request_)
+        assert 400 <= answer.status_code < 500
+        assert len(answer.content) < 32 * 1024
+        assert len(error_of(answer)["reasons"]) <= 20
 
 
 def test_reasons_beyond_the_twentieth_are_counted() -> None:

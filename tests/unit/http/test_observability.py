@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 from kvpolicy.adapters.http import log
 from kvpolicy.adapters.http.frontend import SessionFrontend
 from kvpolicy.adapters.http.settings import ServerSettings
-from kvpolicy.adapters.vllm.v0_28.log import write_to_stderr
+from kvpolicy.adapters.vllm.shared.log import write_to_stderr
 from kvpolicy.core.errors import ChunkRefusedError
 from tests.fakes.session_engine import FakeEngine
 from tests.unit.http.serving import SESSIONS, come_true, served
@@ -31,7 +31,7 @@ def _value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"kvpolicy:session_{name}", {**LABEL, **labels}) or 0.0
 
 
-def test_the_metrics_follow_the_sessions() -> None:
+async def test_the_metrics_follow_the_sessions() -> None:
     counters: list[tuple[str, dict[str, str]]] = [
         ("chunks_total", {}),
         ("evictions_total", {}),
@@ -48,34 +48,33 @@ def test_the_metrics_follow_the_sessions() -> None:
         ("chunk_latency_seconds_sum", {}),
     ]
 
-    async def scenario() -> list[float]:
-        async with served(max_sessions=2) as server:
-            before = [_value(name, **labels) for name, labels in counters]
-            small = {"total_tokens": 1024}
-            first, _ = [await server.open(retention=small) for _ in range(2)]
-            assert (await server.http.post(SESSIONS)).status_code == 503
+    async with served(max_sessions=2) as server:
+        before = [_value(name, **labels) for name, labels in counters]
+        small = {"total_tokens": 1024}
+        first, _ = [await server.open(retention=small) for _ in range(2)]
+        assert (await server.http.post(SESSIONS)).status_code == 503
+        await server.push(first, "word " * 400)
+        server.engine.consolidates = True
+        for _ in range(2):
             await server.push(first, "word " * 400)
-            server.engine.consolidates = True
-            for _ in range(2):
-                await server.push(first, "word " * 400)
-            assert _value("open", state="idle") == 2
-            assert (_value("resident_tokens"), _value("resident_blocks")) == (1024, 64)
-            server.engine.script.append(ChunkRefusedError("full", "it is full"))
-            await server.push(first, "hi")
-            await server.http.delete(first)
-            assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [1, 0, 0]
-            assert _value("resident_tokens") == 0
-        # No reply but the one that never comes has so short a deadline to meet.
-        async with served(reply_deadline_s=0.05) as server:
-            late = await server.open(retention=small)
-            server.engine.hold_pushes = asyncio.Event()
-            pending = asyncio.create_task(server.push(late, "hi"))
-            await come_true(lambda: _value("open", state="pending") == 1)
-            assert (await pending).status_code == 503
-            assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [0, 0, 0]
-            return [_value(name, **labels) - old for (name, labels), old in zip(counters, before, strict=True)]
-
-    assert asyncio.run(scenario()) == pytest.approx([3, 2, 1376, 2, 1, 1, 1, 1, 1, 3, 0.03, 3, 0.06])
+        assert _value("open", state="idle") == 2
+        assert (_value("resident_tokens"), _value("resident_blocks")) == (1024, 64)
+        server.engine.script.append(ChunkRefusedError("full", "it is full"))
+        await server.push(first, "hi")
+        await server.http.delete(first)
+        assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [1, 0, 0]
+        assert _value("resident_tokens") == 0
+    # No reply but the one that never comes has so short a deadline to meet.
+    async with served(reply_deadline_s=0.05) as server:
+        late = await server.open(retention=small)
+        server.engine.hold_pushes = asyncio.Event()
+        pending = asyncio.create_task(server.push(late, "hi"))
+        await come_true(lambda: _value("open", state="pending") == 1)
+        assert (await pending).status_code == 503
+        assert [_value("open", state=state) for state in ("idle", "pending", "closing")] == [0, 0, 0]
+        assert (
+            [_value(name, **labels) - old for (name, labels), old in zip(counters, before, strict=True)]
+        ) == pytest.approx([3, 2, 1376, 2, 1, 1, 1, 1, 1, 3, 0.03, 3, 0.06])
 
 
 @pytest.fixture
@@ -93,18 +92,15 @@ def lines() -> Iterator[io.StringIO]:
     logger.setLevel(level)
 
 
-def test_the_log_has_one_event_each_and_never_a_text_or_an_id(lines: io.StringIO) -> None:
-    async def scenario() -> str:
-        engine = FakeEngine()
-        async with served(engine) as server:
-            path = await server.open(system_prompt="secret prompt")
-            await server.push(path, "secret words")
-            engine.script.append(ChunkRefusedError("full", "no room"))
-            await server.push(path, "secret words")
-            await server.http.delete(path)
-            return path.rpartition("/")[2]
-
-    session_id = asyncio.run(scenario())
+async def test_the_log_has_one_event_each_and_never_a_text_or_an_id(lines: io.StringIO) -> None:
+    engine = FakeEngine()
+    async with served(engine) as server:
+        path = await server.open(system_prompt="secret prompt")
+        await server.push(path, "secret words")
+        engine.script.append(ChunkRefusedError("full", "no room"))
+        await server.push(path, "secret words")
+        await server.http.delete(path)
+        session_id = path.rpartition("/")[2]
     written = lines.getvalue()
     assert "secret" not in written
     assert session_id not in written
@@ -150,33 +146,27 @@ def test_the_access_log_is_cut_wherever_the_routes_are(monkeypatch: pytest.Monke
     assert len(access.filters) == 1
 
 
-def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            server.engine.script.append(RuntimeError("for the log"))
-            await server.push(path, "hi")
-
-    asyncio.run(scenario())
+async def test_a_fault_is_logged_with_its_traceback(lines: io.StringIO) -> None:
+    async with served() as server:
+        path = await server.open()
+        server.engine.script.append(RuntimeError("for the log"))
+        await server.push(path, "hi")
     (fault,) = [event for event in map(json.loads, lines.getvalue().splitlines()) if event["event"] == "request.failed"]
     assert "RuntimeError: for the log" in fault["exception"]
 
 
-def test_a_release_that_is_late_or_fails_is_logged(lines: io.StringIO) -> None:
-    async def scenario() -> list[str]:
-        async with served(close_deadline_s=0.01) as server:
-            paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(2)]
-            await server.push(paths[0], "hi")
-            server.engine.hold_closes = asyncio.Event()
-            await server.http.delete(paths[0])
-            assert [_value("open", state=state) for state in ("idle", "closing")] == [1, 1]
-            server.engine.hold_closes.set()
-            server.engine.close_error = RuntimeError("cannot")
-            await server.http.delete(paths[1])
-            return [path.rpartition("/")[2][:8] for path in paths]
-
+async def test_a_release_that_is_late_or_fails_is_logged(lines: io.StringIO) -> None:
     before = _value("timeouts_total", deadline="close")
-    shown = asyncio.run(scenario())
+    async with served(close_deadline_s=0.01) as server:
+        paths = [await server.open(retention={"total_tokens": 1024}) for _ in range(2)]
+        await server.push(paths[0], "hi")
+        server.engine.hold_closes = asyncio.Event()
+        await server.http.delete(paths[0])
+        assert [_value("open", state=state) for state in ("idle", "closing")] == [1, 1]
+        server.engine.hold_closes.set()
+        server.engine.close_error = RuntimeError("cannot")
+        await server.http.delete(paths[1])
+        shown = [path.rpartition("/")[2][:8] for path in paths]
     events = [json.loads(line) for line in lines.getvalue().splitlines()]
     late, failed = [event for event in events if event["event"].startswith("release.")]
     assert (late["event"], late["session"], late["after_s"]) == ("release.overdue", shown[0], 0.01)
@@ -185,17 +175,14 @@ def test_a_release_that_is_late_or_fails_is_logged(lines: io.StringIO) -> None:
     assert _value("timeouts_total", deadline="close") == before + 1
 
 
-def test_a_body_that_comes_too_slowly_is_counted() -> None:
+async def test_a_body_that_comes_too_slowly_is_counted() -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"the beginning"
         await asyncio.sleep(60)
 
-    async def scenario() -> None:
-        async with served(enqueue_deadline_s=0.01) as server:
-            assert (await server.http.post(SESSIONS, content=slow())).status_code == 503
-
     before = _value("timeouts_total", deadline="enqueue")
-    asyncio.run(scenario())
+    async with served(enqueue_deadline_s=0.01) as server:
+        assert (await server.http.post(SESSIONS, content=slow())).status_code == 503
     assert _value("timeouts_total", deadline="enqueue") == before + 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -67,26 +66,20 @@ def test_the_schema_has_the_routes_and_says_what_they_do() -> None:
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
-def test_routes_that_are_not_started_say_so() -> None:
-    async def scenario() -> None:
-        app = FastAPI()
-        SessionFrontend(ServerSettings()).attach(app)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
-            answer = await http.post(SESSIONS)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
-            assert answer.headers["retry-after"] == "1"
-
-    asyncio.run(scenario())
+async def test_routes_that_are_not_started_say_so() -> None:
+    app = FastAPI()
+    SessionFrontend(ServerSettings()).attach(app)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        answer = await http.post(SESSIONS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+        assert answer.headers["retry-after"] == "1"
 
 
-def test_the_servers_other_routes_keep_their_own_ways() -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            answer = await server.http.get("/nothing", headers={"X-Session-ID": "k"})
-            assert answer.json() == {"detail": "Not Found"}
-            assert "x-session-id" not in answer.headers
-
-    asyncio.run(scenario())
+async def test_the_servers_other_routes_keep_their_own_ways() -> None:
+    async with served() as server:
+        answer = await server.http.get("/nothing", headers={"X-Session-ID": "k"})
+        assert answer.json() == {"detail": "Not Found"}
+        assert "x-session-id" not in answer.headers
 
 
 api = schemathesis.openapi.from_dict(_schema())
@@ -146,11 +139,8 @@ def test_not_all_of_them_were_refused(statuses: list[int]) -> None:
     tail=st.sampled_from([b"", b"\r\n--b--\r\n"]),
 )
 @settings(max_examples=40)
-def test_no_body_makes_it_fail(body: bytes, kind: str, head: bytes, tail: bytes) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            path = await server.open()
-            answer = await server.http.post(f"{path}/frame", content=head + body + tail, headers={"Content-Type": kind})
-            assert answer.status_code in {200, 400, 422}, answer.text
-
-    asyncio.run(scenario())
+async def test_no_body_makes_it_fail(body: bytes, kind: str, head: bytes, tail: bytes) -> None:
+    async with served() as server:
+        path = await server.open()
+        answer = await server.http.post(f"{path}/frame", content=head + body + tail, headers={"Content-Type": kind})
+        assert answer.status_code in {200, 400, 422}, answer.text

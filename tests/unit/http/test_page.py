@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from importlib.resources import files
 
@@ -22,26 +21,23 @@ PARTS = {
 
 
 @pytest.mark.parametrize("prefix", ["/v1/streaming", "/streaming"])
-def test_every_part_is_served_and_allows_this_server_only(prefix: str) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            for path, kind in PARTS.items():
-                answer = await server.http.get(f"{prefix}/{path}")
-                assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
-                policy = answer.headers["content-security-policy"].split("; ")
-                for rule in ("default-src", "base-uri", "form-action", "frame-ancestors"):
-                    assert f"{rule} 'none'" in policy
-                for rule in ("script-src", "style-src", "connect-src"):
-                    assert f"{rule} 'self'" in policy
-                sources = {source for rule in policy for source in rule.split()[1:]}
-                assert sources == {"'none'", "'self'", "blob:", "data:"}
-                assert answer.headers["x-content-type-options"] == "nosniff"
-                assert answer.headers["referrer-policy"] == "no-referrer"
-                assert answer.headers["cache-control"] == "no-cache"
-            assert (await server.http.get(f"{prefix}/console.svg")).status_code == 404
-            assert "/console" not in str(server.app.openapi()["paths"])
-
-    asyncio.run(scenario())
+async def test_every_part_is_served_and_allows_this_server_only(prefix: str) -> None:
+    async with served() as server:
+        for path, kind in PARTS.items():
+            answer = await server.http.get(f"{prefix}/{path}")
+            assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
+            policy = answer.headers["content-security-policy"].split("; ")
+            for rule in ("default-src", "base-uri", "form-action", "frame-ancestors"):
+                assert f"{rule} 'none'" in policy
+            for rule in ("script-src", "style-src", "connect-src"):
+                assert f"{rule} 'self'" in policy
+            sources = {source for rule in policy for source in rule.split()[1:]}
+            assert sources == {"'none'", "'self'", "blob:", "data:"}
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            assert answer.headers["cache-control"] == "no-cache"
+        assert (await server.http.get(f"{prefix}/console.svg")).status_code == 404
+        assert "/console" not in str(server.app.openapi()["paths"])
 
 
 def test_the_parts_are_all_there_is_and_name_no_other_host() -> None:

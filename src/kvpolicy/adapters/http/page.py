@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
 
-from kvpolicy.adapters.http.edge import SessionRoute
+from kvpolicy.adapters.http.session_route import SessionRoute
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from kvpolicy.adapters.http.endings import EndReason
+from kvpolicy.adapters.http.end_reasons import EndReason
 from kvpolicy.adapters.http.errors import bad_request, unavailable, unknown_session
+from kvpolicy.adapters.http.frontend_context import engine_sentence
 from kvpolicy.adapters.http.schemas import CloseReply
-from kvpolicy.adapters.http.served import ServedSession
-from kvpolicy.adapters.http.surroundings import engine_sentence
+from kvpolicy.adapters.http.session import ServedSession
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpolicy.adapters.http.endings import Ending
-    from kvpolicy.adapters.http.port import SessionPort
+    from kvpolicy.adapters.http.end_reasons import Ending
+    from kvpolicy.adapters.http.frontend_context import Surroundings
     from kvpolicy.adapters.http.schemas import StatusReply
-    from kvpolicy.adapters.http.surroundings import Surroundings
+    from kvpolicy.core.session_port import SessionPort
 
 _ID_BYTES = 24
 # Opening and closing in a loop must not fill the memory: beyond this the oldest are forgotten before their time.

@@ -1,4 +1,4 @@
-"""The session routes: what is read from a request and handed to the frontend, and the OpenAPI text."""
+"""The session routes: what is read from a request and handed to the service, and the OpenAPI text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, 
 from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
-from kvpolicy.adapters.http.answers import EventStream, whole_reply, with_presence
 from kvpolicy.adapters.http.bodies import may_name_an_index, read_frame, read_open_request
-from kvpolicy.adapters.http.edge import ROUTING_HEADER, ROUTING_KEY, SessionRoute
+from kvpolicy.adapters.http.frontend_context import NOTHING_PUSHED, READING_A_FRAME
+from kvpolicy.adapters.http.responses import EventStream, whole_reply, with_presence
 from kvpolicy.adapters.http.schemas import (
     CloseReply,
     ConfigReply,
@@ -24,12 +24,12 @@ from kvpolicy.adapters.http.schemas import (
     PushQuery,
     StatusReply,
 )
-from kvpolicy.adapters.http.surroundings import NOTHING_PUSHED, READING_A_FRAME
+from kvpolicy.adapters.http.session_route import ROUTING_HEADER, ROUTING_KEY, SessionRoute
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from kvpolicy.adapters.http.frontend import SessionFrontend
+    from kvpolicy.adapters.http.service import SessionService
 
 PREFIX = "/v1/streaming"
 
@@ -65,15 +65,15 @@ _KEY = HTTPBearer(
 _OR_NO_KEY: dict[str, Any] = {"security": [{}]}
 
 
-def make_router(frontend: SessionFrontend) -> APIRouter:
-    """Return the routes of a frontend."""
+def make_router(service: SessionService) -> APIRouter:
+    """Return the routes of a service."""
     router = APIRouter(
         prefix=PREFIX,
         route_class=SessionRoute,
         tags=["streaming sessions"],
         dependencies=[Depends(_routing_key), Security(_KEY)],
     )
-    settings = frontend.settings
+    settings = service.settings
 
     @router.post(
         "/sessions",
@@ -91,14 +91,14 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         pending, when it is idle for too long, or when the engine fails. 503 with `Retry-After`: there is no room now,
         and the message says what is taken.
         """
-        frontend.require_running()
-        with frontend.bodies.taken_by(request):
-            async with frontend.enqueue_deadline("body: reading it", "nothing was opened, try again"):
+        service.require_running()
+        with service.bodies.taken_by(request):
+            async with service.enqueue_deadline("body: reading it", "nothing was opened, try again"):
                 wanted = await read_open_request(request, settings.max_body_bytes)
             # Within the same room: a long system prompt is still held while it waits to be made into tokens.
-            reply, is_there = await with_presence(frontend.open(wanted), request.receive)
+            reply, is_there = await with_presence(service.open(wanted), request.receive)
         if not is_there:
-            frontend.registry.abandon(reply.session_id)
+            service.registry.abandon(reply.session_id)
             raise ClientDisconnect
         return reply
 
@@ -122,17 +122,17 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
         `event: reply` with the whole answer, or `event: error` with an error. An error before the first piece is an
         ordinary answer with its own status.
         """
-        frontend.require_running()
-        session = frontend.registry.find(session_id)
+        service.require_running()
+        session = service.registry.find(session_id)
         deadline_s = asyncio.get_running_loop().time() + settings.enqueue_deadline_s
         if query.frame_index is None and not may_name_an_index(request):
             session.require_nothing_pending()
-        with frontend.bodies.taken_by(request):
-            async with frontend.enqueue_deadline(READING_A_FRAME, NOTHING_PUSHED):
+        with service.bodies.taken_by(request):
+            async with service.enqueue_deadline(READING_A_FRAME, NOTHING_PUSHED):
                 frame = await read_frame(request, settings.max_body_bytes, index=query.frame_index, stream=query.stream)
             if frame.image is not None:
-                frontend.require_images()
-            frontend.require_running()  # the body may have come across the end
+                service.require_images()
+            service.require_running()  # the body may have come across the end
             waiter = session.submit(frame, deadline_s=deadline_s)
         return EventStream(waiter) if frame.stream else await whole_reply(waiter, request.receive)
 
@@ -162,8 +162,8 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
 
         One that has ended is shown for a while with the reason. Nothing lists the sessions of a server.
         """
-        frontend.require_running()
-        return frontend.registry.status(session_id)
+        service.require_running()
+        return service.registry.status(session_id)
 
     @router.delete(
         "/sessions/{session_id}",
@@ -175,8 +175,8 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
     )
     async def close_session(session_id: SessionId) -> CloseReply:
         """Close a session and wait until the engine has let go of it. A push that is pending is answered with 409."""
-        frontend.require_running()
-        return await frontend.registry.close(session_id)
+        service.require_running()
+        return await service.registry.close(session_id)
 
     @router.get(
         "/config",
@@ -188,8 +188,8 @@ def make_router(frontend: SessionFrontend) -> APIRouter:
     )
     async def config() -> ConfigReply:
         """Return what a session has where its opener asks for nothing, and what this server and its engine allow."""
-        frontend.require_running()
-        return frontend.config()
+        service.require_running()
+        return service.config()
 
     return router
 

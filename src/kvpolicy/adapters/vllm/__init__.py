@@ -12,17 +12,17 @@ from kvpolicy.core.errors import MissingExtraError, UnsupportedEngineError
 from kvpolicy.core.replies import Reply, SessionStats
 
 if TYPE_CHECKING:
-    from kvpolicy.adapters.vllm.v0_28.async_llm import AsyncLLM as AsyncLLM
-    from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat as ChatFormat
-    from kvpolicy.adapters.vllm.v0_28.llm import LLM as LLM
-    from kvpolicy.adapters.vllm.v0_28.session import Session as Session
+    from kvpolicy.adapters.vllm.shared.session import Session as Session
+    from kvpolicy.adapters.vllm.v0_28.frontend.async_llm import AsyncLLM as AsyncLLM
+    from kvpolicy.adapters.vllm.v0_28.frontend.chat import ChatFormat as ChatFormat
+    from kvpolicy.adapters.vllm.v0_28.frontend.llm import LLM as LLM
 
-__all__ = ["LLM", "AsyncLLM", "ChatFormat", "Reply", "Session", "SessionStats", "adapter_package", "endpoint_plugin"]
+__all__ = ["LLM", "AsyncLLM", "ChatFormat", "Reply", "Session", "SessionStats", "adapter_package"]
 
 # Release (first two numbers) -> the package written and tested for it.
 _ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
 
-_HOME = {"AsyncLLM": "async_llm", "ChatFormat": "chat", "LLM": "llm", "Session": "session"}
+_HOME = {"AsyncLLM": "frontend.async_llm", "ChatFormat": "frontend.chat", "LLM": "frontend.llm"}
 
 
 def adapter_package(version: str | None = None) -> str:
@@ -47,11 +47,6 @@ def adapter_package(version: str | None = None) -> str:
         message = f"vllm.__version__: expected one of {known}, got {version!r}; install a supported vLLM"
         raise UnsupportedEngineError(message)
     return _ADAPTERS[release]
-
-
-def endpoint_plugin() -> Any:
-    """Return the plugin that adds routes for sessions to a vLLM server (group ``vllm.endpoint_plugins``)."""
-    return importlib.import_module(f"{adapter_package()}.endpoint_plugin").SessionEndpoints()
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,9 @@ from vllm.v1.engine.async_llm import AsyncLLM as StockAsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpolicy.adapters.vllm import AsyncLLM
-from kvpolicy.adapters.vllm.v0_28.chat import ChatFormat
-from kvpolicy.adapters.vllm.v0_28.position_limit import position_limit
-from kvpolicy.adapters.vllm.v0_28.turns import TurnEncoder
+from kvpolicy.adapters.vllm.shared.turns import TurnEncoder
+from kvpolicy.adapters.vllm.v0_28.frontend.chat import ChatFormat
+from kvpolicy.adapters.vllm.v0_28.startup.position_limit import position_limit
 from kvpolicy.core.errors import SessionFailedError
 from kvpolicy.core.replies import Reply
 from kvpolicy.core.spaces import blocks_for
