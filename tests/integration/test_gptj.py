@@ -33,7 +33,7 @@ def engine(model: Path) -> Iterator[SteppedEngine]:
 def test_a_session_that_evicts_and_consolidates_equals_the_oracle(engine: SteppedEngine, model: Path) -> None:
     session = SteppedSession(engine, "session", retention={"total_tokens": 160, "min_total_tokens": 64}, max_tokens=6)
     run = Replay(session, Oracle(model))
-    for i, chunk in enumerate(random_chunks(7, 16, 18, 24)):
+    for i, chunk in enumerate(random_chunks(7, 20, 18, 24)):
         run.push(chunk, preempt_after=3 if i == 10 else None)
     session.close()
     print(f"{run.num_steps} steps, {run.num_evictions} evictions, largest difference {run.worst:.1e}")
@@ -45,10 +45,10 @@ def test_a_session_that_evicts_and_consolidates_equals_the_oracle(engine: Steppe
 
 
 def test_a_compacted_generation_equals_the_oracle(engine: SteppedEngine, model: Path) -> None:
-    answer = generate(engine, POLICIES["head"], 180, preempt_at=130)
+    answer = generate(engine, POLICIES["head"], 300, preempt_at=200)
     block_size = engine.config.cache_config.block_size
     worst, misses, num_events = differences(GenerationOracle(model), answer, POLICIES["head"], block_size)
     print(f"{num_events} events, largest difference {max(worst):.1e}")
-    assert num_events >= 7
+    assert num_events >= 10
     assert misses == 0
     assert max(worst) < TOLERANCE

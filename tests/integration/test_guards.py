@@ -223,3 +223,9 @@ def test_the_prefix_cache_must_hash_whole_blocks(tiny_model: Path) -> None:
     assert cache_errors(config, cache, 8, 16, ()) == ()
     [reason] = cache_errors(config, cache, 8, 16, ("sessions", "kv_cache_policy"))
     assert reason == "--prefix-match-unit: sessions and kv_cache_policy: must be equal to the block size 16, got 8"
+
+
+def test_every_name_of_the_adapter_can_be_had() -> None:
+    import kvpolicy.adapters.vllm as adapter
+
+    assert [name for name in adapter.__all__ if getattr(adapter, name) is None] == []

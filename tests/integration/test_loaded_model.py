@@ -14,8 +14,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 
 from kvpolicy.adapters.vllm.shared.refusals import notes_path
-from kvpolicy.adapters.vllm.v0_28 import runner as worker_runner
 from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
+from kvpolicy.adapters.vllm.v0_28.worker import runner_v1 as worker_runner
 from kvpolicy.adapters.vllm.v0_28.worker.loaded_model import loaded_model_errors
 from kvpolicy.adapters.vllm.v0_28.worker.make_compactor import make_compactor
 from kvpolicy.cli.serve import run_serve

@@ -26,10 +26,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvpolicy.adapters.vllm.v0_28 import engine_args
 from kvpolicy.adapters.vllm.v0_28.frontend.async_llm import AsyncLLM
 from kvpolicy.adapters.vllm.v0_28.frontend.llm import LLM
 from kvpolicy.adapters.vllm.v0_28.server.process import parsed, server_config
+from kvpolicy.adapters.vllm.v0_28.startup import engine_args
 from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
 from kvpolicy.adapters.vllm.v0_28.startup.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.startup.kv_spec import BoundedAttentionSpec

@@ -23,6 +23,8 @@ __all__ = ["LLM", "AsyncLLM", "ChatFormat", "Reply", "Session", "SessionStats", 
 _ADAPTERS = {"0.28": "kvpolicy.adapters.vllm.v0_28"}
 
 _HOME = {"AsyncLLM": "frontend.async_llm", "ChatFormat": "frontend.chat", "LLM": "frontend.llm"}
+# The same for every version; it imports vLLM, and so waits for its first use.
+_SHARED = {"Session": "kvpolicy.adapters.vllm.shared.session"}
 
 
 def adapter_package(version: str | None = None) -> str:
@@ -50,6 +52,9 @@ def adapter_package(version: str | None = None) -> str:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SHARED:
+        adapter_package()
+        return getattr(importlib.import_module(_SHARED[name]), name)
     if name not in _HOME:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
