@@ -234,6 +234,44 @@ def test_a_refused_chunk_leaves_the_session_usable(engine: AsyncLLM, run: Run[No
     run(use())
 
 
+def test_a_token_that_the_model_does_not_have_costs_that_call_only(engine: AsyncLLM, run: Run[None]) -> None:
+    """The first id behind the vocabulary, which vLLM lets pass: as a chunk, and as a prompt of one reply or two."""
+
+    async def use() -> None:
+        async with engine.open_session(retention=WINDOW, sampling_params=exact(4)) as session:
+            for tokens in ([320], [5] * 20 + [320], [321]):
+                with pytest.raises(PolicyUsageError, match=r"turn: expected token ids from 0 to 319 .*, got 32"):
+                    await session.push(tokens)
+            assert len((await session.push([5, 319])).token_ids) == 4
+            assert session.stats().num_refused == 0
+        for params in (exact(4), SamplingParams(n=2, max_tokens=4)):
+            with pytest.raises(PolicyUsageError, match=r"prompt: expected token ids from 0 to 319 .*, got 320"):
+                async for _ in engine.generate(TokensPrompt(prompt_token_ids=[5, 320]), params, "odd"):
+                    pass
+        assert len(await ordinary(engine, [5, 319])) == 4
+        assert not engine.output_processor.request_states
+
+    run(use())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more"),
+    [([5, True], {}), ([5], {"seed": True}), ([5], {"logprob_token_ids": [5.5]}), ([5], {"logit_bias": {5: "much"}})],
+)
+def test_a_request_that_the_engine_cannot_read_is_not_sent(
+    engine: AsyncLLM, run: Run[None], prompt: list[int], more: dict[str, Any]
+) -> None:
+    """Sent, it ends the thread of the engine that reads for everybody."""
+
+    async def use() -> None:
+        with pytest.raises(PolicyUsageError, match="got"):
+            async for _ in engine.generate(TokensPrompt(prompt_token_ids=prompt), exact(4, **more), "unreadable"):
+                pass
+        assert len(await ordinary(engine, [5, 6])) == 4
+
+    run(asyncio.wait_for(use(), PATIENCE_S))
+
+
 def test_a_text_of_any_length_costs_that_chunk_only(engine: AsyncLLM, run: Run[None]) -> None:
     """What can never fit is not even made into tokens; what takes long to encode is encoded in a thread."""
 

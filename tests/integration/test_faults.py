@@ -260,11 +260,15 @@ def test_bad_input_costs_a_chunk_and_not_the_session(
         assert heard.reports[place]["resident_tokens"] == heard.reports[place - 1]["resident_tokens"]
 
 
-# On the stock classes each of these ends the thread that reads for everybody, or the stream.
+# On the stock classes each of these ends the worker, the thread that reads for everybody, or the stream.
 MISTYPED = [
     (chunk([np.int64(5)]), "unusable_chunk"),
     (chunk([5, True]), "unusable_chunk"),
     (chunk([5.5]), "unusable_chunk"),  # type: ignore[list-item]
+    (chunk([5, 320]), "unusable_chunk"),
+    (chunk([9] * 5, delta(allowed_token_ids=[5, True])), "unsupported_parameters"),
+    (chunk([9] * 5, delta(logit_bias={5: "much"})), "unusable_chunk"),
+    (chunk([9] * 5, delta(seed=1 << 64)), "unusable_chunk"),
     (StreamingInput(prompt=TokensPrompt(prompt_token_ids=np.array([5, 6]))), "unusable_chunk"),
     (StreamingInput(prompt=TokensPrompt(prompt_token_ids=iter([5, 6]))), "unusable_chunk"),
     (None, "unusable_chunk"),

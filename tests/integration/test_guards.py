@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from kvpolicy.adapters.vllm import adapter_package
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config
 from kvpolicy.adapters.vllm.v0_28.guards import cache_errors, compaction_errors, config_errors
+from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard
 from kvpolicy.adapters.vllm.v0_28.surface import SURFACE, PrivateName, surface_errors
 from kvpolicy.core.errors import PolicyUsageError, UnsupportedEngineError
 
@@ -53,6 +57,57 @@ def test_a_good_configuration_passes_with_our_classes_in_it(tiny_model: Path) ->
     assert config.parallel_config.worker_cls == "kvpolicy.adapters.vllm.v0_28.worker.PolicyCPUWorker"
     assert config.scheduler_config.async_scheduling is False
     assert config.additional_config["kvpolicy"] == {"max_sessions": 3}
+
+
+GUARD = RequestGuard(num_token_ids=300, hidden_size=4)
+
+
+def request_of(tokens: list[int] | None, params: SamplingParams | None = None, **more: Any) -> EngineCoreRequest:
+    fields: dict[str, Any] = dict.fromkeys(EngineCoreRequest.__struct_fields__[:9])
+    return EngineCoreRequest(
+        **fields
+        | {"request_id": "a", "arrival_time": 0.0, "prompt_token_ids": tokens, "sampling_params": params}
+        | more
+    )
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
+    """Its end token included, which every request brings along."""
+    params = SamplingParams(allowed_token_ids=[5, 300], logprob_token_ids=[299, 301], logit_bias={-1: 1.0})
+    assert [error.split(",")[1] for error in GUARD.errors(request_of([5, 310], params))] == [
+        " got 310",
+        " got 300",
+        " got -1",
+        " got 301",
+    ]
+    params = SamplingParams(min_tokens=1)
+    assert GUARD.errors(request_of([0, 299], params)) == ()
+    params.update_from_generation_config({}, 300)
+    assert "min_tokens" in GUARD.errors(request_of([0, 299], params))[0]
+    params.min_tokens = 0
+    assert GUARD.errors(request_of([0, 299], params)) == ()
+    assert "token ids" in GUARD.token_errors("tokens", 5)[0]
+    assert GUARD.token_errors("tokens", []) == ()
+
+
+def test_ids_that_stand_where_embeddings_come_from_elsewhere_are_not_looked_up() -> None:
+    image = SimpleNamespace(mm_position=SimpleNamespace(offset=1, length=2))
+    assert GUARD.errors(request_of([5, 400, 400, 6], mm_features=[image])) == ()
+    assert "got 401" in GUARD.errors(request_of([5, 400, 400, 401], mm_features=[image]))[0]
+    some = {"prompt_embeds": torch.zeros(3, 4), "prompt_is_token_ids": [True, False, True]}
+    assert GUARD.errors(request_of([5, 400, 6], **some)) == ()
+    assert "got 401" in GUARD.errors(request_of([5, 400, 401], **some))[0]
+    assert "one value for each of 2 tokens" in GUARD.errors(request_of([5, 6], **some))[0]
+    assert GUARD.errors(request_of(None, prompt_embeds=torch.zeros(3, 4))) == ()
+    for embeds in (torch.zeros(3, 5), torch.zeros(3, 4).to_sparse()):
+        assert "shape (tokens, 4)" in GUARD.errors(request_of(None, prompt_embeds=embeds))[0]
+
+
+def test_the_bound_of_a_model_is_that_of_its_embedding() -> None:
+    config: Any = SimpleNamespace(get_vocab_size=lambda: 300, get_hidden_size=lambda: 4)
+    assert RequestGuard.of(config) == GUARD
+    config.get_vocab_size = lambda: 0  # it has none
+    assert RequestGuard.of(config).num_token_ids == 1 << 31
 
 
 def test_our_own_arguments_cannot_be_overridden(tiny_model: Path) -> None:

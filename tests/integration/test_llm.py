@@ -178,6 +178,37 @@ def test_what_a_request_cannot_ask_for_is_a_value_error_that_leaves_nothing_behi
     assert len(generate(llm, [PROMPT], params(max_tokens=3))[0].outputs[0].token_ids) == 3
 
 
+@pytest.mark.parametrize(
+    ("tokens", "more", "reason"),
+    [
+        ([5, 320], {}, "prompt: expected token ids from 0 to 319 .*, got 320"),
+        ([5, 320], {"n": 2, "temperature": 1.0}, "prompt: expected token ids"),
+        ([5, True], {}, "prompt: .*, got True"),
+        ([5], {"stop_token_ids": [320], "min_tokens": 2}, "sampling_params.min_tokens with stop_token_ids .*, got 320"),
+        ([5], {"stop_token_ids": [-1], "min_tokens": 2}, "got -1"),
+        ([5], {"stop_token_ids": [1 << 70], "min_tokens": 2}, "got an integer of 71 bits"),
+        ([5], {"logit_bias": {5: "much"}}, "Expected `float`, got `str` - at `sampling_params.logit_bias"),
+        ([5], {"logit_bias": {5.5: 1.0}}, "sampling_params.logit_bias: .*, got 5.5"),
+        ([5], {"logprobs": 1.5}, "got `float` - at `sampling_params.logprobs`"),
+        ([5], {"seed": 1 << 64, "temperature": 1.0}, "ints"),
+        ([5], {"seed": 1.5, "temperature": 1.0}, "got `float` - at `sampling_params.seed`"),
+    ],
+)
+def test_what_would_end_the_engine_is_a_value_error_of_its_own_call(
+    llm: LLM, tokens: list[int], more: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        generate(llm, [PROMPT, {"prompt_token_ids": tokens}], [params(), params(**more)])
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(generate(llm, [PROMPT], params(max_tokens=3))[0].outputs[0].token_ids) == 3
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_as_in_vllm(llm: LLM) -> None:
+    """Without a shortest reply nobody looks it up."""
+    [output] = generate(llm, [PROMPT], params(max_tokens=3, stop_token_ids=[320]))
+    assert output.outputs[0].finish_reason == "length"
+
+
 def test_beam_search_is_refused(llm: LLM) -> None:
     with pytest.raises(PolicyUsageError, match="beam_search"):
         llm.beam_search([PROMPT], None)

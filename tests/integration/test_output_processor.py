@@ -22,7 +22,7 @@ def parts(kind: str) -> tuple[Any, Any]:
         return OutputProcessor(None, log_stats=False), RequestOutputCollector(RequestOutputKind.DELTA, "a")
     ours: Any = SessionOutputProcessor
     return (
-        ours(None, log_stats=False, admission=None, counters=CompactionCounters(), streams={}),
+        ours(None, log_stats=False, admission=None, request_guard=None, counters=CompactionCounters(), streams={}),
         BoundaryCollector(RequestOutputKind.DELTA, "a"),
     )
 

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.integration.engine import Answer, SteppedEngine, greedy
+from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
+from kvpolicy.adapters.vllm.v0_28.wire import RequestKey
+from tests.integration.engine import Answer, SteppedEngine, SteppedSession, greedy
+from tests.integration.replay import random_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,6 +124,84 @@ def test_a_replay_goes_from_event_to_event(engine: SteppedEngine) -> None:
     engine.outputs.pop("a")
 
 
+# -- seeded sampling ------------------------------------------------------------------------------------------------
+
+
+def sampled(engine: SteppedEngine, key: str, length: int, *, policy: Any = RANDKV, tokens: Any = PROMPT) -> str:
+    """Start a request that is sampled, with a seed of its own."""
+    extra = RequestKey(key).to_extra_args({POLICY_KEY: policy})
+    params = greedy(length, temperature=1.0, seed=len(key), extra_args=extra)
+    engine.send(key, tokens, params, resumable=False)
+    return key
+
+
+def test_a_seeded_request_says_the_same_however_often_it_is_preempted(engine: SteppedEngine) -> None:
+    """Chunks of a replay sample and throw away: that must not cost the request a draw."""
+    keys = ("a", "bb")
+    alone = [engine.answer(sampled(engine, key, 140)) for key in keys]
+    assert alone[0].result is not None
+    assert alone[0].result["num_events"] > 10
+    assert alone[0].token_ids != alone[1].token_ids
+    for key in keys:
+        sampled(engine, key, 140)
+    ahead = [1, 60, 61, 100, 139]
+
+    def preempt(done: int) -> None:
+        if ahead and done == ahead[0]:
+            ahead.pop(0)
+            engine.preempt_everything()
+
+    answers = [engine.answer("a", on_step=preempt), engine.answer("bb")]
+    assert not ahead
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+    assert [answer.result for answer in answers] == [answer.result for answer in alone]
+
+
+def test_a_seeded_prompt_may_be_longer_than_a_prefill_chunk(
+    engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a seeded request that is in the middle of its reply; and aborted in the middle of its prompt."""
+    tokens = prompt(13, 150)
+    expected = [engine.answer(sampled(engine, "a", 60)).token_ids]
+    expected.append(engine.answer(sampled(engine, "long", 20, policy="off", tokens=tokens)).token_ids)
+    engine.preempt_everything()  # empties the prefix cache
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 32)
+    for ends in (False, True):
+        sampled(engine, "a", 60)
+        engine.run_until(lambda: len(engine.outputs["a"]) == 20)
+        sampled(engine, "long", 20, policy="off", tokens=tokens)
+        engine.run_until(lambda: 0 < engine.scheduler.requests["long"].num_computed_tokens < 100)
+        if ends:
+            assert [engine.answer("a").token_ids, engine.answer("long").token_ids] == expected
+        else:
+            engine.abort("long")
+            assert engine.answer("a").token_ids == expected[0]
+            engine.outputs.pop("long", None)
+
+
+def test_a_seeded_session_is_computed_anew_in_as_many_chunks_as_it_takes(
+    engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consolidations of 200 tokens in one chunk and in seven, and preempted in the middle of a reply."""
+    retention = {"total_tokens": 256, "min_total_tokens": 64, "consolidation_threshold": 0.25}
+
+    def said(name: str, preempted: Any = ()) -> list[tuple[int, ...]]:
+        session = SteppedSession(engine, name, retention=retention, max_tokens=8)
+        replies = []
+        for i, chunk in enumerate(random_chunks(3, 30, 18, 24)):
+            session.rest()
+            preempt = engine.preemption_after(5 if i in preempted else None)
+            replies.append(session.push(chunk, temperature=1.0, seed=i, on_step=preempt).token_ids)
+        assert session.record.ledger.num_consolidations > 1
+        session.close()
+        return replies
+
+    expected = said("whole")
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 32)
+    # Before anything is evicted: later on a session that is computed anew attends to less.
+    assert said("chunked", preempted=(1, 2, 3)) == expected
+
+
 # -- admission ------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +263,41 @@ def test_a_request_that_cannot_be_is_answered_at_once_and_the_engine_goes_on(
     assert engine.num_free_blocks() == free
     assert "bad" not in engine.scheduler.requests
     assert len(run(engine, length=5).token_ids) == 5
+
+
+# What a stock front end lets through, and the worker raises for.
+DEADLY: list[tuple[list[int], dict[str, Any]]] = [
+    ([5, 320], {}),
+    ([5, -321], {}),
+    ([5, 1 << 31], {}),
+    ([5], {"allowed_token_ids": [5, 320]}),
+    ([5], {"stop_token_ids": [320], "min_tokens": 2}),
+    ([5], {"logit_bias": {320: 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("tokens", "parameters"), DEADLY)
+def test_token_ids_that_the_model_does_not_have_never_reach_the_worker(
+    engine: SteppedEngine, tokens: list[int], parameters: dict[str, Any]
+) -> None:
+    """As an ordinary request, as a session's first chunk and as a later one; the engine goes on each time."""
+    free = engine.num_free_blocks()
+    answer = engine.complete(tokens, greedy(4, **parameters), request_id="bad")
+    assert (answer.finish_reason, answer.stop_reason) == ("error", "kvpolicy:not_admitted")
+    assert answer.result is not None
+    assert "from 0 to 319" in answer.result["message"]
+    never = SteppedSession(engine, "never", retention=None).push(tokens, **parameters)
+    assert (never.finish_reason, never.stop_reason) == ("error", "kvpolicy:not_admitted")
+    session = SteppedSession(engine, "s", retention=None)
+    session.push([5, 6, 7])
+    refused = session.push(tokens, **parameters)
+    code = "unsupported_parameters" if parameters else "unusable_chunk"
+    assert (refused.finish_reason, refused.stop_reason) == ("length", f"kvpolicy:{code}")
+    assert refused.report is not None
+    assert "from 0 to 319" in str(refused.report.message)
+    assert len(session.push([5, 319]).token_ids) == 4
+    session.close()
+    assert engine.num_free_blocks() == free
 
 
 def test_a_second_request_of_the_same_id_leaves_the_first_alone(engine: SteppedEngine) -> None:

@@ -231,6 +231,18 @@ def test_no_sampling_parameters_harm_the_server(streaming: ServerProcess, tiny_m
     completion(streaming, tiny_model)
 
 
+def test_a_prompt_of_ids_that_the_model_does_not_have_is_a_mistake_of_the_client(
+    streaming: ServerProcess, tiny_model: Path
+) -> None:
+    with client(streaming) as http:
+        for prompt in ([5, 320], [[5, 6], [320]]):
+            body = {"model": str(tiny_model), "prompt": prompt, "max_tokens": 4}
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
+            assert "prompt: expected token ids from 0 to 319" in answer.json()["error"]["message"]
+    completion(streaming, tiny_model)
+
+
 def test_a_reply_that_takes_too_long_ends_its_session_and_gives_its_blocks_back(
     streaming: ServerProcess, tiny_model: Path
 ) -> None:

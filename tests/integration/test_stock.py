@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EVERY_ENGINE = pytest.mark.parametrize("engine", ["stock", "ours"], indirect=True)
 OURS = pytest.mark.parametrize("engine", ["ours"], indirect=True)
+STOCK = pytest.mark.parametrize("engine", ["stock"], indirect=True)
 
 
 def only_ours_passes(reason: str) -> list[object]:
@@ -157,6 +158,20 @@ def test_a_session_has_a_private_salt(engine: SteppedEngine) -> None:
     session = SteppedSession(engine, "a", retention=None)
     session.push(chunk)
     assert engine.complete([*chunk, 5, 6]).prefill.num_cached_tokens == 0
+
+
+# Ours survives both: see the tests of the runtime of policies.
+@pytest.mark.xfail(raises=RuntimeError, reason="a generator of the CPU is set back by an offset", strict=True)
+@STOCK
+def test_a_seeded_prompt_longer_than_a_prefill_chunk(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 64)
+    engine.complete(random_chunks(1, 1, 150, 150)[0], greedy(8, temperature=1.0, seed=3))
+
+
+@pytest.mark.xfail(raises=IndexError, reason="the embedding has no such row", strict=True)
+@STOCK
+def test_a_token_that_the_model_does_not_have(engine: SteppedEngine) -> None:
+    engine.complete([5, 320])
 
 
 @OURS

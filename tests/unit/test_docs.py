@@ -203,6 +203,13 @@ def test_every_guard_is_documented() -> None:
     assert first_names(page, "Engine arguments that kvpolicy sets") == re.findall(r'"(\w+)":', ours)
 
 
+def test_every_guard_of_requests_is_documented() -> None:
+    text = (ADAPTER / "request_guards.py").read_text(encoding="utf-8")
+    looked_at = set(re.findall(r"\b(?:params|request)\.((?:min|prompt)_\w+|\w+_token_ids|logit_bias)", text))
+    named = {name for name in first_names(REFERENCE / "request-guards.md", "What is refused") if "_" in name}
+    assert named == looked_at - {"prompt_token_ids", "all_stop_token_ids"}
+
+
 def test_every_guard_of_the_server_is_documented() -> None:
     text = (ADAPTER / "server_guards.py").read_text(encoding="utf-8")
     named = re.findall(r'f?"(--[a-z0-9-]+|VLLM_[A-Z0-9_]+)[: ]', text)

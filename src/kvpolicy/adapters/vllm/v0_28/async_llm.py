@@ -19,7 +19,7 @@ from vllm.v1.executor.abstract import Executor
 
 from kvpolicy.adapters.vllm.v0_28.collector import BoundaryCollector
 from kvpolicy.adapters.vllm.v0_28.engine_args import checked_config, session_config_errors
-from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors, token_id_errors
+from kvpolicy.adapters.vllm.v0_28.guards import sampling_errors
 from kvpolicy.adapters.vllm.v0_28.metrics import CompactionCounters, CompactionStatLogger
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.output_processor import RequestRefusedError, SessionOutputProcessor, sendable
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
+    from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard
     from kvpolicy.adapters.vllm.v0_28.wire import CompactionTotals
 
 DEFAULT_REPLY_TOKENS = 24
@@ -120,6 +121,11 @@ class AsyncLLM(StockAsyncLLM):
         self._run_output_handler()
 
     @property
+    def request_guard(self) -> RequestGuard:
+        """What requests must respect."""
+        return self.output_processor.request_guard
+
+    @property
     def compaction_totals(self) -> CompactionTotals:
         """Engine-wide counters, as of the last output."""
         return self._counters.totals
@@ -196,7 +202,7 @@ class AsyncLLM(StockAsyncLLM):
         Raises:
             PolicyUsageError: every reason why a session chunk cannot have them.
         """
-        reasons = [*sampling_errors(params), *token_id_errors(params, int(self.model_config.get_vocab_size()))]
+        reasons = [*sampling_errors(params), *self.request_guard.parameter_errors(params, in_session=True)]
         try:
             retention = retention_of(params)
             if retention is not None:
@@ -246,6 +252,8 @@ class AsyncLLM(StockAsyncLLM):
         )
         if request.prompt_embeds is not None:
             return Refuse("unusable_chunk", "chunk: expected tokens or text, got embeddings")
+        if reasons := self.request_guard.errors(request):
+            return Refuse("unusable_chunk", "\n".join(reasons))
         rehearse(request)
         return None
 

@@ -16,7 +16,9 @@ from kvpolicy.adapters.vllm.v0_28.guards import POLICIES, cache_errors, compacti
 from kvpolicy.adapters.vllm.v0_28.kv_spec import register_bounded_spec
 from kvpolicy.adapters.vllm.v0_28.log import log_fault
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
+from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, Compaction, CompactionTotals, StepDirective
+from kvpolicy.core.checks import reject
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.fold import Refuse
 
@@ -67,6 +69,7 @@ class CompactionScheduler(AnsweringScheduler):
             ),
             blocks=blocks,
         )
+        self.request_guard = RequestGuard.of(vllm_config.model_config)
         self.totals = CompactionTotals()
         # Events of the step that is being scheduled, by request id.
         self._due: dict[str, AppliedEvent] = {}
@@ -85,6 +88,7 @@ class CompactionScheduler(AnsweringScheduler):
 
     def _is_admitted(self, request: Request) -> bool:
         try:
+            reject(self.request_guard.errors(request))
             self.compactions.admit(request)
         except PolicyUsageError as error:
             self._answer(request, FinishReason.ERROR, Refuse("not_admitted", str(error)))

@@ -188,18 +188,6 @@ def sampling_errors(params: Any) -> tuple[str, ...]:
     return _messages(refused)
 
 
-def token_id_errors(params: Any, num_token_ids: int) -> tuple[str, ...]:
-    """Return why a model with so many token ids cannot be asked to stop at these; empty if it can.
-
-    The stock engine does not ask whether they exist, and with ``min_tokens`` it dies of one that does not.
-    """
-    return tuple(
-        f"sampling_params.stop_token_ids: expected ids from 0 to {num_token_ids - 1}, got {token!r}"
-        for token in getattr(params, "stop_token_ids", None) or ()
-        if type(token) is int and not 0 <= token < num_token_ids
-    )
-
-
 def _is_policy(value: object) -> bool:
     """Whether a request asks for a policy: for anything but nothing and "off", in whatever form."""
     try:

@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import (
 from kvpolicy.adapters.vllm.v0_28.compactions import admission_of
 from kvpolicy.adapters.vllm.v0_28.options import POLICY_KEY
 from kvpolicy.adapters.vllm.v0_28.progress import RequestProgress
+from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard, reading_errors
 from kvpolicy.adapters.vllm.v0_28.wire import TERMINAL, CompactionTotals, RequestKey
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.core.policy_options import as_text
@@ -36,20 +37,28 @@ if TYPE_CHECKING:
 
 
 class RequestRefusedError(PolicyUsageError, VLLMClientError):
-    """The engine cannot serve a request with the policy it has; to vLLM's own server a mistake of the client's."""
+    """The engine cannot compute a request, or not with the policy it has; to vLLM's own server a client's mistake."""
 
 
 class PolicyOutputProcessor(OutputProcessor):
     """The stock output processor; every request passes it on its way out, and every output on its way back.
 
-    A request that the engine would refuse is refused here, before anything is sent; one that has a policy gets the key
-    that the policy draws by. Engine-wide counters are taken out of the outputs.
+    A request that the engine would refuse, or die of, is refused here, before anything is sent; one that has a policy
+    gets the key that the policy draws by. Engine-wide counters are taken out of the outputs.
     """
 
-    def __init__(self, *args: Any, admission: PolicyAdmission, counters: CompactionCounters, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        admission: PolicyAdmission,
+        request_guard: RequestGuard,
+        counters: CompactionCounters,
+        **kwargs: Any,
+    ) -> None:
         """Build the stock processor."""
         super().__init__(*args, **kwargs)
         self.admission = admission
+        self.request_guard = request_guard
         self._counters = counters
 
     @classmethod
@@ -65,6 +74,7 @@ class PolicyOutputProcessor(OutputProcessor):
             stream_interval=config.scheduler_config.stream_interval,
             tracing_enabled=config.observability_config.otlp_traces_endpoint is not None,
             admission=admission_of(config),
+            request_guard=RequestGuard.of(config.model_config),
             counters=counters,
             **own,
         )
@@ -80,13 +90,18 @@ class PolicyOutputProcessor(OutputProcessor):
         """Register a request.
 
         Raises:
-            RequestRefusedError: every reason why the engine cannot serve it with the policy it has.
+            RequestRefusedError: every reason why the engine cannot read it, cannot compute it, or cannot serve it with
+                the policy it has.
         """
         params = request.sampling_params
         progress = None
         live = self.request_states.get(request.request_id)
         if live is not None and not live.streaming_input and not request.resumable:
             raise RequestRefusedError(f"request_id: {request.request_id!r} is the id of a request that is running")
+        if not request.resumable and live is None:
+            reasons = (*self.request_guard.errors(request), *reading_errors(request))
+            if reasons:
+                raise RequestRefusedError(reasons)
         if params is not None and not request.resumable and live is None:
             key = RequestKey.from_extra_args(params.extra_args) or request.external_req_id or request.request_id
             if parent_req is not None:

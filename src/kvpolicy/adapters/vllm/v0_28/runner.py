@@ -12,7 +12,7 @@ from kvpolicy.adapters.vllm.v0_28.kv_spec import BoundedAttentionSpec
 from kvpolicy.adapters.vllm.v0_28.layouts import make_compactor
 from kvpolicy.adapters.vllm.v0_28.options import EngineOptions
 from kvpolicy.adapters.vllm.v0_28.wire import INTERNAL_KEY, StepDirective
-from kvpolicy.kernels.generators import seeded_generator
+from kvpolicy.kernels.generators import not_advanced, seeded_generator, without_rows
 from kvpolicy.kernels.kv_shift import kv_indices, lower_lengths
 from kvpolicy.kernels.rope_shift import add_row_shift, shift_by_row
 
@@ -113,7 +113,29 @@ class PolicyRunnerMixin:
 
 
 class PolicyCPUModelRunner(PolicyRunnerMixin, CPUModelRunner):
-    """The CPU runner with sessions and policies."""
+    """The CPU runner with sessions and policies.
+
+    A token is sampled for every row, also in the middle of a prefill, where nobody wants it. The stock runner takes
+    such a sample back from a row's random generator by an offset, which generators of the CPU do not have: it raises.
+    """
+
+    discard_request_mask: Any
+
+    def _discarded(self) -> dict[int, Any]:
+        """Return the random generators, by row, of this step's rows whose sample is thrown away."""
+        rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        generators = self.input_batch.generators
+        return {row: generators[row] for row in rows if row in generators}
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample; what is thrown away costs no draw."""
+        with not_advanced(self._discarded().values()):
+            return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the books of a step, with no generator left to be taken back."""
+        with without_rows(self.input_batch.generators, self._discarded()):
+            return super()._bookkeeping_sync(*args, **kwargs)
 
 
 class PolicyGPUModelRunner(PolicyRunnerMixin, GPUModelRunner):

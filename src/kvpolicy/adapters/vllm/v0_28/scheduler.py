@@ -64,6 +64,7 @@ class SessionScheduler(CompactionScheduler):
                 trained_range=options.trained_range(self.vllm_config),
                 num_pool_blocks=blocks.num_pool_blocks,
             ),
+            request_guard=self.request_guard,
             max_sessions=options.max_sessions or self.max_num_running_reqs - 1,
             events=LoggedEvents(),
             salt=lambda: secrets.token_hex(16),

@@ -173,6 +173,8 @@ class Session:
         reasons = []
         if not tokens or any(type(token) is not int or token < 0 for token in tokens):
             reasons.append("turn: expected text or a sequence of at least one token id (integers >= 0)")
+        else:
+            reasons += self._engine.request_guard.token_errors("turn", tokens)
         if self._encoder.system_prompt and self._stats.num_chunks == 0:
             reasons.append("turn: with token ids, put the system prompt into the first chunk instead of system_prompt=")
         if reasons:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, StreamingUpdate
 
     from kvpolicy.adapters.vllm.v0_28.engine_state import EngineBlocks
+    from kvpolicy.adapters.vllm.v0_28.request_guards import RequestGuard
     from kvpolicy.core.ports import EventSink
 
 
@@ -82,6 +83,7 @@ class SessionBook:
 
     blocks: EngineBlocks
     limits: SessionLimits
+    request_guard: RequestGuard
     max_sessions: int
     events: EventSink
     salt: Callable[[], str]
@@ -101,7 +103,7 @@ class SessionBook:
         return record
 
     def _admit(self, request: Request) -> SessionRecord:
-        reasons = list(sampling_errors(request.sampling_params))
+        reasons = [*sampling_errors(request.sampling_params), *self.request_guard.errors(request)]
         marker = ChunkMarker.of(request.sampling_params)
         if len(self.records) >= self.max_sessions:
             reasons.append(
@@ -172,7 +174,7 @@ class SessionBook:
 
     def _plan(self, record: SessionRecord, update: StreamingUpdate) -> FoldPlan:
         """Return the core's plan, or a refusal where the parameters alone decide."""
-        refusal = self._parameter_refusal(record, update)
+        refusal = self._parameter_refusal(record, update) or self._token_refusal(update)
         if refusal is not None:
             return FoldPlan((refusal,), record.ledger)
         return plan_fold(
@@ -185,7 +187,10 @@ class SessionBook:
         )
 
     def _parameter_refusal(self, record: SessionRecord, update: StreamingUpdate) -> Refuse | None:
-        errors = list(sampling_errors(update.sampling_params))
+        errors = [
+            *sampling_errors(update.sampling_params),
+            *self.request_guard.parameter_errors(update.sampling_params),
+        ]
         try:
             retention = retention_of(update.sampling_params)
         except PolicyUsageError as error:
@@ -200,6 +205,10 @@ class SessionBook:
         if isinstance(grammar, Exception):
             errors.append(grammar_error(grammar))
         return Refuse("unsupported_parameters", "\n".join(errors)) if errors else None
+
+    def _token_refusal(self, update: StreamingUpdate) -> Refuse | None:
+        errors = self.request_guard.token_errors("chunk", update.prompt_token_ids or ())
+        return Refuse("unusable_chunk", "\n".join(errors)) if errors else None
 
     def _carry_out(self, record: SessionRecord, step: object, update: StreamingUpdate) -> None:
         request = record.request

@@ -71,7 +71,8 @@ SURFACE: tuple[PrivateName, ...] = (
         "Request",
         "_all_token_ids _output_token_ids prompt_token_ids num_prompt_tokens num_computed_tokens num_in_flight_tokens "
         "block_hashes cache_salt sampling_params max_tokens arrival_time stop_reason prefill_stats resumable "
-        "streaming_queue client_index priority status num_preemptions structured_output_request use_structured_output",
+        "streaming_queue client_index priority status num_preemptions structured_output_request use_structured_output "
+        "prompt_embeds prompt_is_token_ids mm_features",
     ),
     *_methods("vllm.v1.request", "Request", update_block_hashes="self"),
     *_attributes("vllm.v1.request", "StreamingUpdate", "prompt_token_ids max_tokens arrival_time sampling_params"),
@@ -135,13 +136,18 @@ SURFACE: tuple[PrivateName, ...] = (
         initialize_kv_cache="self kv_cache_config is_profiling",
         sample_tokens="self grammar_output",
         _update_streaming_request="self req_id new_req_data",
+        _sample="self logits spec_decode_metadata",
+        _bookkeeping_sync="self scheduler_output sampler_output logits hidden_states num_scheduled_tokens",
     ),
     *_attributes(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
-        "positions req_indices input_batch requests seq_lens optimistic_seq_lens_cpu query_start_loc kv_caches",
+        "positions req_indices input_batch requests seq_lens optimistic_seq_lens_cpu query_start_loc kv_caches "
+        "discard_request_mask",
     ),
-    *_attributes("vllm.v1.worker.gpu_input_batch", "InputBatch", "num_reqs req_ids req_id_to_index block_table"),
+    *_attributes(
+        "vllm.v1.worker.gpu_input_batch", "InputBatch", "num_reqs req_ids req_id_to_index block_table generators"
+    ),
     *_attributes("vllm.v1.worker.gpu_input_batch", "CachedRequestState", "block_ids generator"),
     *_methods(
         "vllm.v1.worker.block_table",
