@@ -34,6 +34,7 @@ from kvpolicy.adapters.vllm.v0_28.startup.engine_args import checked_config
 from kvpolicy.adapters.vllm.v0_28.startup.guards import compaction_errors, config_errors
 from kvpolicy.adapters.vllm.v0_28.startup.kv_spec import BoundedAttentionSpec
 from kvpolicy.adapters.vllm.v0_28.startup.model_guards import layer_errors, model_errors
+from kvpolicy.adapters.vllm.v0_28.worker import runner_v1
 from kvpolicy.adapters.vllm.v0_28.worker.make_compactor import make_compactor
 from kvpolicy.core.errors import PolicyUsageError
 from kvpolicy.serving import SERVE_FLAGS, diagnose
@@ -237,8 +238,9 @@ def test_full_causal_attention_is_no_reason() -> None:
 def test_a_model_whose_configuration_hides_what_it_is_is_refused_by_its_layers(
     family: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, policy: str | None
 ) -> None:
-    """The front end says nothing, as of a model that it cannot tell: scheduler and worker look for themselves."""
+    """The front end says nothing, as of a model that it cannot tell, nor does the loaded model: the caches do."""
     monkeypatch.setattr(engine_args, "start_errors", lambda *_: ())
+    monkeypatch.setattr(runner_v1, "loaded_model_errors", lambda *_: ())
     small = {
         "vocab_size": 320,
         "hidden_size": 64,
