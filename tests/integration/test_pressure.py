@@ -106,7 +106,7 @@ def test_a_session_counts_as_waiting_only_while_a_chunk_of_it_waits_for_the_engi
         for _ in range(8):
             session.push([7] * 20, max_tokens=4)
             session.rest()
-    assert all(session.record.ledger.num_evictions for session in sessions)
+    assert all(session.record.ledger.counts.num_evictions for session in sessions)
     idle, chunked, _ = sessions
     engine.preempt_everything()  # whoever is at rest is parked
     assert num_waiting(engine) == 0

@@ -192,7 +192,7 @@ def test_a_seeded_session_is_computed_anew_in_as_many_chunks_as_it_takes(
             session.rest()
             preempt = engine.preemption_after(5 if i in preempted else None)
             replies.append(session.push(chunk, temperature=1.0, seed=i, on_step=preempt).token_ids)
-        assert session.record.ledger.num_consolidations > 1
+        assert session.record.ledger.counts.num_consolidations > 1
         session.close()
         return replies
 

@@ -362,7 +362,7 @@ def test_penalties_cover_what_is_held_and_this_reply(engine: SteppedEngine, shor
         earlier += reply
     # What the statements deny would have been seen.
     assert min(num_told_apart) > 0
-    assert session.record.ledger.num_evictions >= 3
+    assert session.record.ledger.counts.num_evictions >= 3
     session.close()
 
 

@@ -187,7 +187,9 @@ def request_of(chunk: Sequence[int], kind: RequestOutputKind, *, resumable: bool
 
 def processor_of(tokenizer: Any) -> Any:
     ours: Any = SessionOutputProcessor
-    return ours(tokenizer, log_stats=False, admission=None, counters=CompactionCounters(), streams={})
+    return ours(
+        tokenizer, log_stats=False, admission=None, request_guard=None, counters=CompactionCounters(), streams={}
+    )
 
 
 def said(
