@@ -90,12 +90,17 @@ class Console:
 
     def bar(self) -> list[tuple[str, str]]:
         """Return the kinds and the widths of the bar's segments."""
-        parts = self.browser.find_elements(By.CSS_SELECTOR, "#bar [data-kind]")
-        return [(str(part.get_attribute("data-kind")), str(part.get_attribute("width"))) for part in parts]
+        # In one go, here and below: the page may draw anew between finding a part and reading it.
+        script = (
+            "return [...document.querySelectorAll('#bar [data-kind]')]"
+            ".map((part) => [part.dataset.kind, part.getAttribute('width')])"
+        )
+        return [(str(kind), str(width)) for kind, width in self.browser.execute_script(script)]
 
     def gone(self) -> float:
         """Return the share of the stream that is shown as gone, in percent."""
-        return float(self.find("#bar-gone").get_attribute("width").rstrip("%"))
+        script = "return document.querySelector('#bar-gone').getAttribute('width')"
+        return float(str(self.browser.execute_script(script)).rstrip("%"))
 
     def curve(self, plot: str) -> str:
         """Return the line of a plot."""
